@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING
 from terrazzo import checkpoint
 from terrazzo.errors import (
     BadInput,
+    ConnectionLost,
     Corrupted,
     Damaged,
     Diverged,
@@ -90,6 +91,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EMA",
     "BadInput",
+    "ConnectionLost",
     "Corrupted",
     "Damaged",
     "DiLoCo",

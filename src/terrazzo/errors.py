@@ -5,6 +5,7 @@
     │   └── Damaged  a checkpoint that is not what was written: use an older one
     ├── Misuse       a correct object used at the wrong moment: fix the calling code
     │   └── RanksApart  ranks that came to one exchange with different things
+    ├── ConnectionLost  another rank has ended or failed while this one exchanged with it
     ├── SaveFailed   a checkpoint could not be written; earlier ones are intact
     │   └── FolderLost  the folder of a run was moved away under it
     ├── SwapFailed   a state in a swap file cannot be had any more; checkpoints are
@@ -24,6 +25,7 @@ from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED
 __all__ = [
     "BY_NAME",
     "BadInput",
+    "ConnectionLost",
     "CopiesDiffer",
     "Corrupted",
     "Damaged",
@@ -35,6 +37,7 @@ __all__ = [
     "SwapChanged",
     "SwapFailed",
     "TerrazzoError",
+    "lost_a_rank",
 ]
 
 
@@ -71,6 +74,12 @@ class Misuse(TerrazzoError, RuntimeError):
 
 class RanksApart(Misuse):
     """Ranks have not run the same, and what they exchange does not belong together; no step uses it."""
+
+
+class ConnectionLost(TerrazzoError, ConnectionError, RuntimeError):
+    """Another rank has ended or failed while this one exchanged something with it; what it has printed says why."""
+
+    says_all = True
 
 
 class SaveFailed(TerrazzoError, RuntimeError):
@@ -119,3 +128,9 @@ BY_NAME: dict[str, type[TerrazzoError]] = {
     name: each for name, each in globals().items() if isinstance(each, type) and issubclass(each, TerrazzoError)
 }
 """The classes of the error tree by name, for errors that other ranks report."""
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether an error says that another rank has ended or failed; gloo's have no class of their own."""
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    return isinstance(error, ConnectionLost) or ("gloo/transport" in said and "Timed out" not in said)

@@ -226,12 +226,17 @@ class Ended(NamedTuple):
 S = 10**9
 CAUSE = Ended(0, 1, Failure(0, 100 * S, 1, "ZeroDivisionError: the cause"), 101 * S)
 REFUSAL = Ended(0, 2, Failure(0, 100 * S, 2, "not a fruit"), 101 * S)
+LOST = "Traceback (most recent call last):\n  ...\nConnectionLost: Rank 1 has ended or failed"
+BEREFT = Ended(0, 1, Failure(0, 97 * S, 1, LOST, LOST.splitlines()[-1], lost=True), 97 * S)
 WORDS = {
     "killed": "Rank 1 was ended by SIGKILL (often the kernel's out-of-memory killer, whose count cannot be read here);"
     " the other ranks were stopped.",
     "cause": "Rank 0 failed first:\nZeroDivisionError: the cause",
     "follows": "Rank 0 failed as well:\nZeroDivisionError: the cause",
     "refusal": "not a fruit",
+    "lost": f"Rank 0 has lost another rank:\n{LOST}",
+    "in peace": "Rank 1 ended before that with exit code 0, and no rank has failed by itself.",
+    "other": "Rank 1 failed first:\nKeyError: 'x'",
 }
 
 
@@ -246,6 +251,9 @@ WORDS = {
         ([Ended(0, -15, ended_by_us=True), Ended(1, -9)], ["killed"], 1),
         ([CAUSE, Ended(1, -9, ended_ns=103 * S, ended_by_us=True)], ["cause"], 1),
         ([Ended(0, 75), Ended(1, 75)], [], 75),
+        ([BEREFT, Ended(1, -9, ended_ns=103 * S)], ["killed"], 1),  # what a rank was lost to is seen late
+        ([BEREFT, Ended(1, 1, Failure(1, 99 * S, 1, "KeyError: 'x'"), 99 * S)], ["other"], 1),
+        ([BEREFT, Ended(1, 0, ended_ns=96 * S)], ["lost", "in peace"], 1),
     ],
 )
 def test_a_death_and_a_failure_are_both_said_the_first_one_last(

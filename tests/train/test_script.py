@@ -25,6 +25,7 @@ from terrazzo.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.launch.launcher.run_end import RanksAtEnd, report_end
 from terrazzo.launch.launcher_pipe import REPORT, Failure, Milestone
 from terrazzo.launch.script import start_script as launching
+from tests.helpers import programs
 from tests.train.test_launch import Ended, S
 
 STARTED = [
@@ -302,6 +303,35 @@ def test_the_traceback_of_a_mistake_ends_where_the_script_calls_this_package(tmp
     assert message.startswith("terrazzo.errors.BadInput: 'moon' names the tier 'moon'")
     frames = [line.split(", ") for line in trace if line.startswith("  File")]
     assert frames == [[f'  File "{script}"', "line 4", "in <module>"], [f'  File "{script}"', "line 3", "in asks"]]
+
+
+ALONE = """
+import torch, torch.distributed as dist, terrazzo as tz
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+model, _ = tz.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3", units=[])
+if dist.get_rank() == 0:
+    model.state_dict()
+"""
+
+
+@pytest.mark.processes
+def test_a_rank_that_saves_alone_is_told_so_by_one_message(tmp_path: Path) -> None:
+    """The other one has ended in peace by then, and printed nothing that one could look at."""
+    path = tmp_path / "mine.py"
+    path.write_text(ALONE)
+    done = programs.run("-m", "terrazzo", "run", "--ranks", "2", str(path))
+    first, trace, frame, line, message, _, last = done.stderr.splitlines()
+    assert (done.returncode, first, trace) == (
+        1,
+        *("Rank 0 has lost another rank:", "Traceback (most recent call last):"),
+    )
+    assert (frame, line) == (f'  File "{path}", line 7, in <module>', "    model.state_dict()")
+    assert message.startswith("terrazzo.errors.ConnectionLost: model.state_dict() is of all ranks: call it on every")
+    assert message.endswith(
+        "Rank 1 has ended or failed: see what it has printed. Here it was the turn of model.state_dict()."
+    )
+    assert last == "Rank 1 ended before that with exit code 0, and no rank has failed by itself."
 
 
 @pytest.mark.processes

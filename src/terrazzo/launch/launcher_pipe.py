@@ -46,6 +46,7 @@ class Failure:
         text: the message, or the traceback.
         cause: of a traceback the error in a line, see `cause_of`; empty where `text` is the message.
         lasts: whether ranks that are started again would end in the same way.
+        lost: whether it is that another rank has ended or failed, which is then the cause.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Failure:
     text: str
     cause: str = ""
     lasts: bool = False
+    lost: bool = False
 
     @property
     def why(self) -> str:
@@ -68,8 +70,9 @@ def cause_of(error: BaseException) -> str:
 
 
 def first_failure(failures: Iterable[Failure | None]) -> Failure | None:
-    """The earliest one, if any."""
-    return min((one for one in failures if one is not None), key=lambda failure: failure.time_ns, default=None)
+    """The earliest one, if any; of those that say a rank was lost, only where there are no others."""
+    known = (one for one in failures if one is not None)
+    return min(known, key=lambda failure: (failure.lost, failure.time_ns), default=None)
 
 
 class Reporter:

@@ -50,8 +50,8 @@ class TrainingLoop:
         """Train; returns the exit code: 0 when all steps are done, `PREEMPTED` after a requested stop."""
         try:
             return self._run()
-        except BaseException:
-            self.report.failed()
+        except BaseException as error:
+            self.report.failed(error)
             raise
 
     def _run(self) -> int:

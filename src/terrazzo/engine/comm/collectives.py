@@ -173,9 +173,10 @@ class Collectives(ABC):
             try:
                 yield
             except RuntimeError as error:
+                lost = moving.get().lost_by(error)
                 for why in self._standing_still():
-                    error.add_note(why)
-                raise
+                    lost.add_note(why)
+                raise lost from (error if lost is not error else error.__cause__)
 
     def _standing_still(self) -> Iterable[str]:
         """Notes on ranks that stand still, as far as this one can see."""

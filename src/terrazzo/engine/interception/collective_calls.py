@@ -12,7 +12,7 @@ from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.consensus.pass_end import weights_are_split
 from terrazzo.engine.instrumentation.label import CALLS, Label, Purpose
 from terrazzo.engine.model.engine import Engine
-from terrazzo.errors import RanksApart
+from terrazzo.errors import ConnectionLost, RanksApart
 
 __all__ = ["on_every_rank"]
 
@@ -26,6 +26,7 @@ def on_every_rank(engine: Engine, call: str) -> Iterator[None]:
 
     Raises:
         RanksApart: where others are elsewhere, here or inside.
+        ConnectionLost: where one of them has ended.
     """
     axes, label = engine.axes, Label(Purpose.CALL, CALLS.index(call))
     gathers = weights_are_split(engine.units)
@@ -38,10 +39,10 @@ def on_every_rank(engine: Engine, call: str) -> Iterator[None]:
             )
             Transfer(moves, label).finish()
         yield
-    except RanksApart as error:
-        raise RanksApart(
+    except (RanksApart, ConnectionLost) as error:
+        raise type(error)(
             f"{call} is of all ranks: call it on every rank, and leave to the first alone what is done with the result,"
             f" as in 'state = {call}' and then 'if dist.get_rank() == 0: torch.save(state, path)'. {error}"
             if call.endswith("state_dict()")
             else f"{call} is of all ranks: call it on every rank, with the same state dict. {error}"
-        ) from error
+        ) from None

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 import torch
 
-from terrazzo.errors import Misuse
+from terrazzo.errors import Misuse, TerrazzoError
 from terrazzo.processes.ending import Thread, require_own, start_thread
 
 __all__ = ["Job", "Worker", "again", "without_frames"]
@@ -36,8 +36,13 @@ def again(error: BaseException) -> BaseException:
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """A copy of an error for another thread, with its traceback as text: frames would keep what they hold alive."""
+    """A copy of an error for another thread, with its traceback as text: frames would keep what they hold alive.
+
+    An error whose message is enough has none.
+    """
     copied = again(error)
+    if isinstance(error, TerrazzoError) and error.says_all:
+        return copied
     copied.add_note("".join(["In a background thread:\n", *traceback.format_exception(error)]).rstrip())
     return copied
 

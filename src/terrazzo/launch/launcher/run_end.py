@@ -19,6 +19,7 @@ from terrazzo.launch.launcher.local_ranks import LocalRank
 from terrazzo.launch.launcher_pipe import Failure, Milestone, first_failure
 from terrazzo.launch.stopping.notices import Notices, say_now
 from terrazzo.launch.stopping.received_signals import signal_name
+from terrazzo.messages import listed
 from terrazzo.telemetry.log.exit_note import ExitNote
 from terrazzo.telemetry.watchdog.stall import Stall
 
@@ -148,11 +149,14 @@ def _ended_well(end: RanksAtEnd) -> RunEnd | None:
 
 
 def _died_first(end: RanksAtEnd) -> RunEnd | None:
-    """A rank ended without a report before any other reported a failure, which is then a consequence."""
+    """A rank ended without a report before any other reported a failure, which is then a consequence.
+
+    Of a failure that says only that a rank was lost nothing is printed: here is said which, and how it ended.
+    """
     dead, follows = end.unreported, end.reported
-    if dead is None or (follows is not None and follows.time_ns <= dead.time_ns):
+    if dead is None or (follows is not None and not follows.lost and follows.time_ns <= dead.time_ns):
         return None
-    if follows is not None:
+    if follows is not None and not follows.lost:
         _say(f"Rank {follows.rank} failed as well:\n{follows.text}\n")
     _say(dead.text)
     was_killed = (end.ranks[dead.rank].code or 0) < 0
@@ -166,11 +170,16 @@ def _failed_first(end: RanksAtEnd) -> RunEnd | None:
         return None
     if end.unreported is not None:
         _say(f"{end.unreported.text}\n")
-    _say(first.text if first.exit_code == BAD_INPUT else f"Rank {first.rank} failed first:\n{first.text}")
+    title = f"Rank {first.rank} has lost another rank:" if first.lost else f"Rank {first.rank} failed first:"
+    _say(first.text if first.exit_code == BAD_INPUT else f"{title}\n{first.text}")
     stopped = [rank for rank in end.ranks if rank.stopped]
     for rank in stopped:
         _say(f"\n{_of_stopped(rank)}")
-    if first.cause and not stopped:
+    ended_well = [str(rank.rank) for rank in end.ranks if rank.code == 0]
+    if first.lost and ended_well:
+        who = f"Rank{'s' if len(ended_well) > 1 else ''} {listed(ended_well, 8)}"
+        _say(f"\n{who} ended before that with exit code 0, and no rank has failed by itself.")
+    elif first.cause and not stopped:
         _say(f"\nRank {first.rank} failed first{end.ranks[first.rank].at}: {first.why}")
     return end.ended_by_failure(first, f"rank {first.rank} failed: {first.why}")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from terrazzo.config import without_passwords
-from terrazzo.errors import TerrazzoError
+from terrazzo.errors import TerrazzoError, lost_a_rank
 from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED, reason_of
 from terrazzo.launch.launcher_pipe import Failure, Milestone, Reporter, cause_of
 from terrazzo.launch.rank.failure_reporters import reporter_of, says_all
@@ -83,7 +83,7 @@ class RankProcess:
     def _fail(self, error: BaseException, code: int) -> None:
         """Note and report the failure, on screen if reporting fails."""
         now, cause = time.monotonic_ns(), "" if _shows_message(error) else _shown(cause_of(error))
-        failure = Failure(self._rank, now, code, _text(error), cause, _lasts(error))
+        failure = Failure(self._rank, now, code, _text(error), cause, _lasts(error), lost_a_rank(error))
         self._note_exit(lambda step: ExitNote(code, reason_of(code), cause or failure.text, self._rank, step))
         try:
             self._reporter.fail(failure, error)

@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from terrazzo.errors import BadInput, Misuse
+from terrazzo.errors import BadInput, ConnectionLost, Misuse, lost_a_rank
 from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED
 from terrazzo.launch.launcher_pipe import REPORT, Failure, LauncherPipe, Milestone, cause_of
 from terrazzo.processes import tether
@@ -29,7 +29,7 @@ def own_frames(error: BaseException, trace: TracebackType | None) -> TracebackTy
     """
     while trace is not None and trace.tb_frame.f_code.co_filename in _LAUNCHERS:
         trace = trace.tb_next
-    last = trace if isinstance(error, BadInput | Misuse) else None
+    last = trace if isinstance(error, BadInput | Misuse | ConnectionLost) else None
     while last is not None and last.tb_next is not None:
         if last.tb_next.tb_frame.f_code.co_filename.startswith(_PACKAGE):
             last.tb_next = None
@@ -55,7 +55,8 @@ class _Ending:
             return
         text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
         code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED
-        self._launcher.fail(Failure(self._rank, now, code, text, cause_of(error)), error)
+        failure = Failure(self._rank, now, code, text, cause_of(error), lost=lost_a_rank(error))
+        self._launcher.fail(failure, error)
 
     def leave(self, leaving: SystemExit) -> None:
         """Report an end by `sys.exit`, for which Python has no hook."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.errors import BY_NAME
+from terrazzo.errors import BY_NAME, ConnectionLost
 
 __all__ = ["PATIENCE_S", "FailedElsewhere", "Failures", "LostRank", "broke_a_connection"]
 
@@ -30,11 +30,11 @@ WORD_S = 2.0
 """How long a rank that has lost a connection looks for the word of whoever knows why."""
 
 
-class FailedElsewhere(ConnectionError):
+class FailedElsewhere(ConnectionLost):
     """Another rank has failed first; the message names it, and what was raised there."""
 
 
-class LostRank(ConnectionError):
+class LostRank(ConnectionLost):
     """The process of another rank has ended; the message names it."""
 
 
@@ -110,7 +110,7 @@ class Failures:
         if (reason := self._first(0.5 if isinstance(error, LostRank) else WORD_S)) is None:
             reason = error
             if not isinstance(error, LostRank):
-                reason = ConnectionError(
+                reason = ConnectionLost(
                     "The connection to another rank has broken in mid-step, and none has told why: see which process "
                     f"has ended, and what it has printed. ({error})"
                 )

@@ -14,7 +14,7 @@ from terrazzo.checkpoint.series.partner_hosts import CopyResult
 from terrazzo.config import Config
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.runtime import device as devices
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, lost_a_rank
 from terrazzo.messages import counted
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.telemetry import StepMetrics, Verdict, duration, restart_text
@@ -28,7 +28,7 @@ from terrazzo.train.report.log_window import LogWindow
 from terrazzo.train.report.mesh_picture import mesh_picture
 from terrazzo.train.report.run_review import RunReview
 from terrazzo.train.report.run_screen import RunScreen
-from terrazzo.train.report.summary import bytes_line, summarize
+from terrazzo.train.report.summary import Pace, bytes_line, summarize
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.plan import mesh_shape
 from terrazzo.train.settings.run_command import RunCommand
@@ -161,7 +161,9 @@ class RunReport:
         summary = summarize(session, self._traffic, pace, self._window.peak_bytes, self._window.peak_flops)
         self._files.log("summary", summary)
         per_second = f", {pace.tokens / pace.seconds:,.0f} tok/s" if pace.seconds else ""
-        at = f"step {session.step} of {session.config.train.steps}, {duration(time.perf_counter() - self._start)}"
+        at = f"step {session.step} of {session.config.train.steps}, {self._time_text(pace)}"
+        if self._restarts:
+            at += f", after {counted(self._restarts, 'restart')}"
         self._screen.say("")
         self._screen.row("stopped" if stopped else "done", at + per_second + self._loss_change())
         self._screen.row("bytes", bytes_line(summary))
@@ -175,6 +177,11 @@ class RunReport:
         if session.config.log.note and not stopped:
             self._screen.say(session.config.log.note.rstrip("\n").replace("{terrazzo}", terrazzo_command()))
         self._say_how_to_go_on(finished=not stopped)
+
+    def _time_text(self, pace: Pace) -> str:
+        """How long it took since this start: in steps, which the rate is of, and in all where that differs."""
+        in_all, of_steps = duration(time.perf_counter() - self._start), duration(pace.seconds_in_all)
+        return in_all if of_steps == in_all or not pace.steps else f"{of_steps} of steps, {in_all} in all"
 
     def _verdict(self) -> Verdict | None:
         """What bounds the run's step; None if a full disk has left no line of it, which the log has said on stderr."""
@@ -193,9 +200,14 @@ class RunReport:
         since = f" since step {step}" if step else ""
         return f"; {first.number(2)} → {last.number(2)} {first.unit}{since}"
 
-    def failed(self) -> None:
-        """The run ends with an error, which is printed elsewhere: say what is saved, and close all files."""
+    def failed(self, error: BaseException) -> None:
+        """The run ends with an error, which is printed elsewhere: say what is saved, and close all files.
+
+        Where another rank was lost, and all are about to be started again, the launcher says so, and from where.
+        """
         self.leave()
+        if lost_a_rank(error) and self._restarts < self._session.config.launch.restarts:
+            return
         session, saved = self._session, self._session.checkpoints.saved_step
         if session.step and session.step < session.config.train.steps:
             self._screen.say("")
@@ -204,6 +216,12 @@ class RunReport:
             )
             if saved:
                 self._say_how_to_go_on(finished=False)
+
+    @property
+    def _restarts(self) -> int:
+        """How often this run's launcher has started its ranks again."""
+        restart = self._session.origin.restart
+        return restart.number if restart is not None else 0
 
     def leave(self) -> None:
         """Remove the progress bar and close all files."""

@@ -28,15 +28,20 @@ class Pace:
     """Steps, tokens over all ranks, and seconds of log steps. The first log step counts only while it is the only one.
 
     It includes what is done once: memory is allocated, and kernels are chosen or compiled.
+
+    Attributes:
+        seconds_in_all: of all log steps, the first included.
     """
 
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    seconds_in_all: float = 0.0
     _alone: bool = True
 
     def add(self, steps: int, tokens: int, seconds: float) -> None:
         """One more log step."""
+        self.seconds_in_all += seconds
         if self._alone and self.steps:
             self.steps, self.tokens, self.seconds, self._alone = 0, 0, 0.0, False
         self.steps, self.tokens, self.seconds = self.steps + steps, self.tokens + tokens, self.seconds + seconds

@@ -217,16 +217,16 @@ class GlooCollectives(Collectives):
         self, kind: str, exchange: Callable[[Moments], None], keep: Sequence[Tensor], times: Times
     ) -> Handle:
         """Have the thread for `kind` do `exchange`; a failure is one for the neighbours as well."""
-        moments, ordinal = Moments(), times.ordinal
+        moments, ordinal, label = Moments(), times.ordinal, moving.get()
 
         def job() -> None:
             moments.begun = begun = time.perf_counter()
             try:
                 exchange(moments)
-            except BaseException:
+            except BaseException as error:
                 for neighbour in self._near.values():
                     neighbour.hang_up()
-                raise
+                raise label.lost_by(error) from error
             moments.done = time.perf_counter()
             times.recorder.done(times.track, ordinal, begun, moments.ready)
 

@@ -29,6 +29,7 @@ from terrazzo.engine.comm.host.rendezvous import Address, Listener, Met, connect
 from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.system import boot_id, is_stopped
+from terrazzo.errors import ConnectionLost
 from terrazzo.processes.ending import Ending, leaves_to_parent
 
 __all__ = ["Memory", "Neighbour", "find_neighbours"]
@@ -62,8 +63,10 @@ class Memory:
             count = _read_from(self.pid, ctypes.byref(target), _ONE, ctypes.byref(source), _ONE, _NO_FLAGS)
             if count <= 0:
                 error = ctypes.get_errno()
-                edit = f"it has ended, {_LOOK_THERE}" if error == errno.ESRCH else _GO_WITHOUT
-                raise ConnectionError(f"The memory of {self.owner} cannot be read: {os.strerror(error)}; {edit}")
+                kind, edit = ConnectionError, _GO_WITHOUT
+                if error == errno.ESRCH:
+                    kind, edit = ConnectionLost, f"it has ended, {_LOOK_THERE}"
+                raise kind(f"The memory of {self.owner} cannot be read: {os.strerror(error)}; {edit}")
             done += count
         return into
 
@@ -183,11 +186,15 @@ class Neighbour:
     def _subject(self) -> str:
         return self.name[0].upper() + self.name[1:]
 
+    @property
+    def _gone(self) -> ConnectionLost:
+        return ConnectionLost(f"{self._subject} has ended or failed: {_LOOK_THERE}")
+
     def _send(self, kind: str, message: bytes) -> None:
         try:
             self._lines[kind].send(message)
         except OSError as error:
-            raise ConnectionError(f"{self._subject} has ended or failed: {_LOOK_THERE}") from error
+            raise self._gone from error
 
     def _receive(self, kind: str, size_bytes: int) -> bytes:
         try:
@@ -201,7 +208,7 @@ class Neighbour:
         except OSError:
             message = b""
         if len(message) != size_bytes:
-            raise ConnectionError(f"{self._subject} has ended or failed: {_LOOK_THERE}")
+            raise self._gone
         return message
 
 
