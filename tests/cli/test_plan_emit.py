@@ -86,6 +86,7 @@ def test_comments_say_what_was_planned_and_what_to_fill_in(tmp_path: Path) -> No
     text = path.read_text()
     assert text.startswith("# Written by `terrazzo plan --emit`")
     assert "expected (at most " in text.splitlines()[1]
+    assert "To plan it again" not in text, "it is for this machine"
     data = text.partition("\ndata:")[0].rpartition("\n\n")[2]
     assert "Fill in data.source and data.tokenizer" in data.replace("\n# ", " ")
     assert "tokens in a step" in text
@@ -97,6 +98,9 @@ def test_what_is_emitted_is_planned_again_without_its_data(tmp_path: Path) -> No
     result = CliRunner().invoke(cli.app, ["plan", str(path), "--json", "--gpu", "h100-sxm"])
     assert result.exit_code == 0, result.exception
     assert json.loads(result.stdout)["setup"]["strategy"] == "zero2"
+    path.unlink()
+    emit("gpt2", path, "--gpu", "h100-sxm")
+    assert "# To plan it again: `terrazzo plan FILE --gpu H100-SXM5-80GB`." in path.read_text().splitlines()
 
 
 def test_what_was_filled_in_is_not_replaced(tmp_path: Path) -> None:

@@ -447,8 +447,24 @@ def test_memory_on_a_cpu_comes_from_the_models_own_operators(monkeypatch: pytest
         found = estimate_run(deep, 2, HOST).memory
         assert {term.formula for term in found.terms} == {"memory.traced"}
         monkeypatch.setattr(promise, "TRACED_LAYERS", 7)
+        promise._trace_of_pass.cache_clear()
         assert estimate_run(deep, 2, HOST).memory == found
         monkeypatch.undo()
+
+
+def test_equal_passes_are_traced_once_and_none_where_states_alone_are_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`terrazzo plan CONFIG` tries a dozen changes of a run that does not fit; a deep model is traced for seconds."""
+    promise._trace_of_pass.cache_clear()
+    traced, trace_of = [], promise._trace_of
+    monkeypatch.setattr(promise, "_trace_of", lambda *of: [traced.append(of), trace_of(*of)][1])
+    changes = ({}, {"precision": "bf16"}, {"precision": {"name": "bf16", "moments": "int8"}}, {"plan": "zero1"})
+    asked = [config(**change, model={"layers": 5}) for change in changes]
+    found = {estimate_run(each, ranks, HOST).memory.allocated_bytes for each in asked for ranks in (2, 4)}
+    assert (len(traced), len(found)) == (2, 8), "in fp32 and in bf16"
+    tiny = Cluster(replace(HOST.device, memory_bytes=1000), 2)
+    other = config(batch={"micro_batch": 1})
+    assert estimate_run(other, 2, tiny, one_of_many=True).memory.fits is False
+    assert len(traced) == 2
 
 
 def test_planning_draws_nothing_at_random(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from terrazzo.cli.shared.written_files import check_file, refuse_other, with_comments, write_model, write_output
 from terrazzo.documents import write_json
 from terrazzo.errors import BadInput
-from terrazzo.planner import Estimate
+from terrazzo.planner import Cluster, Estimate
 from terrazzo.planner.choice.emit import TrainFiles, train_config
+from terrazzo.planner.machine.devices import device
 from terrazzo.planner.report.bars import PICTURE_SUFFIXES
 from terrazzo.planner.report.words import parameters_text, verdict
 from terrazzo.words import FILL_IN
@@ -71,6 +72,15 @@ def missing_parts(files: TrainFiles) -> list[str]:
     return [f"data.{key}" for key, value in files.config["data"].items() if value == FILL_IN]
 
 
+def _planned_again(cluster: Cluster) -> list[str]:
+    """How to plan the file again, where its devices have a name: without it, it is about those of this machine."""
+    try:
+        known = device(cluster.device.name) == cluster.device
+    except BadInput:
+        return []
+    return [f"To plan it again: `terrazzo plan FILE --gpu {cluster.device.name}`."] if known else []
+
+
 def _comments(estimate: Estimate, files: TrainFiles) -> dict[str, list[str]]:
     """The comments of each section: what it is, and what the user has to fill in."""
     setup, section = estimate.setup, files.config["model"]
@@ -93,6 +103,7 @@ def _comments(estimate: Estimate, files: TrainFiles) -> dict[str, list[str]]:
         "": [
             "Written by `terrazzo plan --emit`; docs/reference/train-config.md has every key.",
             f"{setup.cluster.count} x {setup.cluster.device.name}: {verdict(estimate.memory)}.",
+            *_planned_again(setup.cluster),
         ],
         "model": [begins],
         "data": [data + left],

@@ -46,7 +46,7 @@ def plan_config(source: FromConfig, arguments: PlanArguments, machines: Request)
 
         def edited(change: ChangedSettings) -> Estimate:
             changed = load_config(source.path, [*source.overrides, *change.overrides])
-            return estimate_run(changed, change.ranks, cluster)
+            return estimate_run(changed, change.ranks, cluster, one_of_many=True)
 
         edits = best_edits(_kinds(config, estimate.setup, ranks), estimate, edited)
     return Answer(replace(estimate, edits=edits, notes=(*estimate.notes, *notes)), under)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from terrazzo.planner.figures import Term
 from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.replay import memory_of_trace, planned_units, updated_apart_numel, updated_numels
+from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.trace import ActivationTrace, traced_activations, traced_update
 from terrazzo.planner.timing.calibration import find_calibration, measured_memory
 from terrazzo.planner.traffic.volumes import expected_exchanges
@@ -37,7 +38,7 @@ TRACED_LAYERS = 3
 """Layers of a deep decoder that are traced: the first, one for all in the middle, and the last."""
 
 
-def estimate_run(config: Config, ranks: int, cluster: Cluster | None = None) -> Estimate:
+def estimate_run(config: Config, ranks: int, cluster: Cluster | None = None, *, one_of_many: bool = False) -> Estimate:
     """What the planner promises for a run with `ranks` ranks.
 
     On CPUs memory comes from a trace of the model's own operators, elsewhere from formulas. Earlier measurements on
@@ -45,6 +46,7 @@ def estimate_run(config: Config, ranks: int, cluster: Cluster | None = None) -> 
 
     Args:
         cluster: as for `setup_of`.
+        one_of_many: it is only asked whether it fits: nothing is traced, for seconds, where its states alone do not.
 
     Raises:
         BadInput: as for `setup_of`, or the setup is impossible.
@@ -53,9 +55,17 @@ def estimate_run(config: Config, ranks: int, cluster: Cluster | None = None) -> 
     record, note = find_calibration(setup)
     estimated = estimate(setup, record)
     notes = (*estimated.notes, *([note] if note else []))
-    memory = traced_memory(config, setup) if setup.cluster.device.kind == "cpu" else None
+    traces = setup.cluster.device.kind == "cpu" and not (one_of_many and _states_alone_overrun(setup))
+    memory = traced_memory(config, setup) if traces else None
     memory = memory or memory_of(setup)
     return replace(estimated, memory=measured_memory(memory, record, setup) if record else memory, notes=notes)
+
+
+def _states_alone_overrun(setup: Setup) -> bool:
+    """Whether what is there all the time is more than the device has."""
+    kept = sum(term.value for term in state_terms(setup) if term.name != "gradients")
+    capacity = setup.cluster.device.memory_bytes
+    return capacity is not None and kept > capacity
 
 
 def traced_memory(config: Config, setup: Setup) -> MemoryFigures | None:
@@ -64,9 +74,44 @@ def traced_memory(config: Config, setup: Setup) -> MemoryFigures | None:
     None if these are compiled, or depend on values, which a trace does not have; if the units are not those of `setup`;
     and for pipelines, whose stages keep several micro-batches.
     """
-    layers = setup.model.layers
     if config.train.compile or setup.mesh.pp > 1:
         return None
+    if (trace := _trace_of_pass(_Pass.of(config, setup))) is None:
+        return None
+    memory, apart_bytes = memory_of_trace(setup, trace, _update_bytes(config, setup)), _apart_bytes(config, setup)
+    update = (Term("update", apart_bytes, apart_bytes, "memory.traced"),) if apart_bytes else ()
+    return replace(memory, host=(*memory.host, *update))
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What a forward and backward pass of a run is made of; equal where the trace of one is that of the other.
+
+    Attributes:
+        settings: what the model and its batches follow from.
+    """
+
+    settings: tuple[object, ...]
+    config: Config = field(compare=False)
+    setup: Setup = field(compare=False)
+
+    @classmethod
+    def of(cls, config: Config, setup: Setup) -> _Pass:
+        """Of a run: where states are, in which dtypes and over how many ranks is nothing to a pass."""
+        apart = {"precision", "plan", "offload", "launch", "checkpoint", "log"}
+        shared = setup.mesh.tp, setup.mesh.cp, setup.sequence_parallel
+        sizes = setup.micro_batch, setup.sequence, setup.every, setup.model.vocab, setup.model.layers
+        linears = config.precision.linears, str(config.precision.skip), setup.precision.compute
+        settings = config.model_dump_json(exclude=apart), str(config.plan.units), *shared, *sizes, *linears
+        return cls(settings, config, setup)
+
+
+@functools.lru_cache(maxsize=16)
+def _trace_of_pass(of: _Pass) -> ActivationTrace | None:
+    """Trace a pass, or the trace of an equal one: changes are tried on a run that does not fit, most of which leave it
+    as it is, and a deep model is traced for seconds.
+    """
+    config, setup, layers = of.config, of.setup, of.setup.model.layers
     alike = config.model.kind == "decoder" and config.model.attention.full_every is None
     shortened = alike and setup.every == 1 and layers > TRACED_LAYERS
     model = prepare_model(_traced(config, setup, shortened))
@@ -75,13 +120,10 @@ def traced_memory(config: Config, setup: Setup) -> MemoryFigures | None:
         return None
     if find_units(model, config.plan.units)[0] != names or (not shortened and len(names) != layers):
         return None
-    trace = traced[0]
-    if shortened:
-        copies = [f"{names[1]}.{index}" for index in range(layers - TRACED_LAYERS + 1)]
-        trace = trace.stretched(names[1], copies)
-    memory, apart_bytes = memory_of_trace(setup, trace, _update_bytes(config, setup)), _apart_bytes(config, setup)
-    update = (Term("update", apart_bytes, apart_bytes, "memory.traced"),) if apart_bytes else ()
-    return replace(memory, host=(*memory.host, *update))
+    if not shortened:
+        return traced[0]
+    copies = [f"{names[1]}.{index}" for index in range(layers - TRACED_LAYERS + 1)]
+    return traced[0].stretched(names[1], copies)
 
 
 def exchanges_of(config: Config, setup: Setup, rank: int) -> dict[str, int]:
