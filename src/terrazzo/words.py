@@ -71,7 +71,11 @@ PRECISION_SPELLINGS = {
 }
 """How torch, Lightning, Composer and others spell the presets; `_` for `-`, capitals and `torch.` are the same."""
 _PRESET_OF = {spelling: name for name, spellings in PRECISION_SPELLINGS.items() for spelling in spellings}
-_DOUBLE = 'no preset is in float64: pass precision=tz.Precision(*["fp64"] * 6), or each of the six dtypes'
+_STATES_IN_DOUBLE = "{weight: fp64, compute: fp64, reduce: fp64, accumulate: fp64, master: fp64, moments: fp64}"
+_DOUBLE = (
+    f"no preset is in float64: give each dtype, in a configuration by precision: {_STATES_IN_DOUBLE}, in Python by "
+    'precision=tz.Precision(*["fp64"] * 6)'
+)
 _NO_MASTERS = "it would update weights in fp16, which loses most updates: say 'fp16', whose master weights are fp32"
 _UNCLEAR = {
     **dict.fromkeys(("16", "amp", "mixed"), "it may be either of two: say 'bf16' or 'fp16'"),

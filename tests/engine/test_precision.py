@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from terrazzo.config import config_from_dict
 from terrazzo.dialects.core.dialect import NO_CONTEXT
@@ -104,6 +105,10 @@ def test_what_may_mean_several_is_refused_by_name(word: Any, why: str) -> None:
         with pytest.raises(BadInput, match=re.escape(str(word))) as caught:
             ask(str(word) if isinstance(word, torch.dtype) else word)
         assert why in str(caught.value)
+        if "in a configuration by precision: " in str(caught.value):
+            states = yaml.safe_load(str(caught.value).partition("by precision: ")[2].partition(", in Python")[0])
+            given = config_from_dict({"precision": states}).precision
+            assert [getattr(given, state) for state in states] == ["fp64"] * 6
 
 
 def test_dtypes_of_states_have_all_their_names() -> None:

@@ -28,8 +28,10 @@ def test_dp_shard_is_what_the_other_axes_leave(given, sizes):
 
 @pytest.mark.parametrize("given", [{"tp": 3}, {"tp": 2, "dp_shard": 2}, {"tp": 16}])
 def test_a_product_that_is_not_the_world_names_what_was_given(given):
-    with pytest.raises(tz.BadInput, match=rf"tp {given['tp']}.* does not make up the 8 ranks.*Leave dp_shard out"):
+    with pytest.raises(tz.BadInput, match=rf"tp {given['tp']}.* does not make up the 8 ranks") as told:
         mesh_sizes(given, 8)
+    edit = "Leave dp_shard out, which takes what the others leave, and choose" if "dp_shard" in given else "Choose"
+    assert f"must be 8. {edit} others whose product divides 8; or start" in str(told.value)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "2"])

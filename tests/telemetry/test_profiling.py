@@ -117,7 +117,7 @@ def seen(mode: str, folder: Path, ranks: int = 2) -> tuple[list[dict[str, Any]],
         ("input", 1, "input", "num_workers=2"),
         pytest.param("input", 2, "input", "num_workers=2", marks=pytest.mark.long),  # ranks wait for cores, too
         ("late", 2, "late_rank", "A look at its machine"),
-        pytest.param("compute", 1, "compute", "torch.compile(model)", marks=pytest.mark.long),
+        pytest.param("compute", 1, "compute", "More ranks, or faster ones", marks=pytest.mark.long),
     ],
 )
 def test_what_bounds_a_script_of_others_is_found_and_nothing_changes(
@@ -338,6 +338,8 @@ def test_a_device_that_has_nothing_to_do_waits_for_the_host() -> None:
     bounds = [getattr(verdict_of([line | {"starved": share}]), "bound", None) for share in (0.2, 0.9)]
     assert bounds == ["device", "host"]
     assert "torch.compile(model)" in advice_for("host", {}).text
+    assert "autocast" in advice_for("device", {}).text
+    assert advice_for("compute", {}).text == "More ranks, or faster ones, would help", "on a CPU neither was measured"
 
 
 @pytest.mark.parametrize("code", [0, 7])

@@ -86,6 +86,23 @@ def test_what_a_run_ends_with_is_not_what_bounds_its_steps(cause: str) -> None:
         assert f", leaving out {'evaluation' if cause == 'evaluate' else 'saving'}, too seldom" in str(found)
 
 
+def test_what_comes_only_at_the_ends_of_a_run_and_its_continuations_is_no_bound() -> None:
+    """The record of the first end stands in the middle then."""
+    at_ends = [record(10), record(20, evaluate=0.6), record(30), record(40, evaluate=0.6)]
+    every = settings(train={"steps": 40, "eval_every": 10})
+    assert of(at_ends, every).bound == "evaluate"
+    assert of(at_ends, settings(train={"steps": 40, "eval_every": None})).bound == "compute"
+    saved = [record(10), record(20, save=0.6), record(30), record(40, save=0.6)]
+    assert of(saved, settings(checkpoint={"every": None})).bound == "compute"
+
+
+def test_what_is_small_beside_compute_is_not_said_to_bound_the_step() -> None:
+    said = [str(of([record(step, input=share) for step in (10, 20)])) for share in (0.09, 0.14, 0.16)]
+    small = ["data is the first thing to look at in a step: 0.090 of 1.00 s (9%) is waiting for the next batch."]
+    assert said[0].startswith(small[0]) and "first thing" in said[1]
+    assert said[2].startswith("data bounds the step: ")
+
+
 def test_what_ranks_wait_for_in_an_evaluation_that_is_left_out_is_left_out() -> None:
     """Else waits that are no part of the steps would bound them."""
     records = [record(step, late=[0.0, 0.0]) for step in (10, 20, 30)]
@@ -191,7 +208,7 @@ def test_the_edits_of_the_guide_are_those_that_a_verdict_names(bounds: str, has:
 
 def test_the_guide_has_every_bound_that_a_setting_helps_against() -> None:
     named = {bound for bounds, _, _ in ROWS_OF_EDITS for bound in re.findall(r"`(\w+)`", bounds)} - {"cp"}
-    assert named == BOUNDS.keys() - {"device", "host"}, "which have the edits of compute"
+    assert named == BOUNDS.keys()
 
 
 def test_the_page_has_every_field_of_a_record() -> None:
@@ -232,7 +249,7 @@ def test_replicas_of_shards_share_the_batch_between_all_of_them() -> None:
 def test_below_five_percent_it_is_compute() -> None:
     found = of([record(10, gathered(0.04), input=0.03)], settings())
     assert (found.bound, found.seconds) == ("compute", pytest.approx(0.93))
-    assert found.edit.text == "train.compile=true"
+    assert found.edit.text == BOUNDS["compute"].edit, "on a CPU nothing is known to help"
     assert "nothing else takes 5 %" in str(found)
 
 

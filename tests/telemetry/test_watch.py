@@ -57,6 +57,14 @@ def test_a_screen_has_progress_log_steps_causes_and_ranks() -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+def test_waits_of_less_than_a_hundredth_of_the_step_are_none() -> None:
+    assert "waits for late ranks" not in shown([record(20, late=[5.5e-05, 0.009])])
+    some = shown([record(20, late=[5.5e-05, 0.02])])
+    assert "  rank 0           0 s  \n  rank 1        0.02 s  █" in some
+    short = record(20, late=[5.5e-05, 0.0]) | {"step_s": 1e-3}
+    assert "  rank 0    0.000055 s  █" in shown([short])
+
+
 @pytest.mark.parametrize(
     ("metrics", "cells"),
     [({"communication": None}, ["10", "4.5000"]), ({"loss": math.nan}, ["10", "nan"])],
@@ -132,7 +140,9 @@ def test_a_pipe_gets_each_row_once_until_the_run_ends(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["watch", str(run)])
     thread.join()
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.output.splitlines()] == ["step", "0", "10", "20"]
+    first, *rows = result.output.splitlines()
+    assert first == f"following {run}, 40 steps: a line for each log step", "before the run has written one"
+    assert [line.split()[0] for line in rows] == ["step", "0", "10", "20"]
 
 
 def test_where_ranks_are_now_is_read_from_what_they_record(tmp_path: Path) -> None:
@@ -252,6 +262,6 @@ def test_a_pipe_gets_the_steps_again_that_a_run_takes_again(tmp_path: Path, monk
 
     monkeypatch.setattr("time.sleep", next_write)
     result = CliRunner().invoke(cli.app, ["watch", str(run)])
-    rows = [line.split()[:2] for line in result.output.splitlines()[1:]]
+    rows = [line.split()[:2] for line in result.output.splitlines()[2:]]
     assert [step for step, _ in rows] == ["0", "10", "20", "20", "30"]
     assert [loss for _, loss in rows[1:]] == ["4.5000", "4.2500", "4.0000", "3.5000"]

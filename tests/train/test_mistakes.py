@@ -69,7 +69,10 @@ def _shared(mode: str = "gather", **mesh: int) -> dict[str, Any]:
         ({"model": {"dim": 250}}, "dim 250 split over model.heads 4"),
         ({"model": {"kv_heads": 3}}, "heads 4 is not a multiple of model.kv_heads 3"),
         ({"optimizer": {"name": "Foo"}}, "optimizer.name is 'Foo'"),
-        ({"optimizer": {"name": "Adafactor"}}, "Adafactor cannot run on flat shards"),
+        (
+            {"optimizer": {"name": "Adafactor"}},
+            "SGD, or Muon, which has each matrix whole",
+        ),
         ({"optimizer": {"options": {"foo": 1}}}, "optimizer.options.foo is not an argument of AdamW"),
         ({"optimizer": {"options": {"fused": "yes"}}}, "optimizer.options.fused is 'yes'"),
         ({"optimizer": {"options": {"betas": [0.9, 1.5]}}}, "Invalid beta parameter at index 1"),

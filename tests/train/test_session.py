@@ -235,6 +235,13 @@ def test_a_run_with_nothing_left_does_not_say_how_it_would_go_on(
     assert "the learning rate goes on" not in out
 
 
+def test_a_run_of_one_step_ends_without_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In it all is done for the first time."""
+    for steps in (1, 3):
+        trained(config_in(tmp_path, train={"steps": steps}))
+        assert ("\nverdict " in capsys.readouterr().out) is (steps > 1)
+
+
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     config = config_in(tmp_path, log={"folder": str(tmp_path / "runs" / "a")}, data={"source": str(tmp_path / "x.txt")})
     (tmp_path / "x.txt").write_bytes(b"a\0b")

@@ -30,8 +30,8 @@ def watch(
     """Follow a run while it goes on: its last log steps, where the time of a step goes, which rank others wait for, and
     where each rank of this machine is now: step, phase, unit, what it waits for.
 
-    It ends when the run does; Ctrl-C ends it before, and does nothing to the run. Into a pipe or a file it writes a
-    line for each log step.
+    It ends when the run does; Ctrl-C ends it before, and does nothing to the run. Into a pipe or a file it writes
+    what it follows, and a line for each log step.
     """
     from rich.console import Console
 
@@ -72,6 +72,12 @@ class _WatchedRun:
         if waits and folder.is_dir() and (not metrics.exists() or metrics.is_file()):
             return []
         return run_lines(folder)  # which says why there is none
+
+    @property
+    def title(self) -> str:
+        """What is followed, and what will come."""
+        steps = self.steps()
+        return f"following {self._files.path}{'' if steps is None else f', {steps} steps'}: a line for each log step"
 
     def stamp(self) -> tuple[int, int] | None:
         """A value that changes when the file has new lines."""
@@ -149,6 +155,8 @@ def _as_lines(run: _WatchedRun, width: int) -> None:
     told: Lines = []
     has_header = False
     failed: str | None = None
+    run.lines(waits=True)  # refuses what is no run
+    say(run.title)
     while not (has_ended(lines) or failed):
         lines = run.lines(waits=True)
         failed = run.failed(lines)

@@ -79,10 +79,11 @@ def mesh_sizes(wanted: dict[str, int | None], world_size: int) -> dict[str, int]
         product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
         run = "1 rank" if world_size == 1 else f"{world_size} ranks"
         started = math.prod(sizes.values())
+        given = "Leave dp_shard out, which takes what the others leave, and c" if "dp_shard" in sizes else "C"
         raise BadInput(
             f"The mesh {product} does not make up the {run} of this run: the product of its axes must be "
-            f"{world_size}. Leave dp_shard out, which takes what the others leave, and choose others whose product "
-            f"divides {world_size}; or start {started} ranks (launch.ranks={started}, terrazzo run --ranks {started})."
+            f"{world_size}. {given}hoose others whose product divides {world_size}; or start {started} ranks "
+            f"(launch.ranks={started}, terrazzo run --ranks {started})."
         )
     all_sizes = {axis: sizes.get(axis, world_size // others) for axis in AXES if axis in sizes or axis == "dp_shard"}
     group = world_size // (all_sizes.get(STAGE_AXIS, 1) * all_sizes.get("dp_replicate", 1))

@@ -83,7 +83,7 @@ def _named(text: str) -> ModelShape:
     if "/" in text or text.endswith(".json") or _exists(text):
         return _from_file(Path(text))
     if text == ALL:
-        raise BadInput(f"Presets are\n{textwrap.fill(', '.join(PRESETS), 100)}.")
+        raise BadInput(f"'?' asks for the names of all presets:\n{textwrap.fill(', '.join(PRESETS), 100)}.")
     raise BadInput(
         f"model {_short(text)} is neither a preset nor a file here.{_hint(text)} {_NAMED}; {ALL!r} lists all "
         f"{len(PRESETS)} presets.{_of_a_number(text)}"

@@ -53,6 +53,8 @@ def edit_for(cause: str, axis: str, settings: ConfigValues | None, admits: Admit
 def _candidates(cause: str, axis: str, settings: ConfigValues) -> list[str]:
     by_cause: dict[str, Callable[[ConfigValues], list[str]]] = {
         "compute": _computing,
+        "device": _on_a_device,
+        "host": _on_a_device,
         "gather": _gathering,
         "reduce": _reducing,
         "exchange": lambda all_: _shorter(all_, axis),
@@ -66,9 +68,13 @@ def _candidates(cause: str, axis: str, settings: ConfigValues) -> list[str]:
 
 
 def _computing(settings: ConfigValues) -> list[str]:
-    train = settings["train"]
-    edits = ["train.activation_checkpointing=none"] if train["activation_checkpointing"] != "none" else []
-    return edits + ([] if train["compile"] else ["train.compile=true"])
+    more = settings["train"]["activation_checkpointing"] != "none"
+    return ["train.activation_checkpointing=none"] if more else []
+
+
+def _on_a_device(settings: ConfigValues) -> list[str]:
+    """What compilation gains on a CPU was not measured: there it is not proposed."""
+    return _computing(settings) + ([] if settings["train"]["compile"] else ["train.compile=true"])
 
 
 def _gathering(settings: ConfigValues) -> list[str]:

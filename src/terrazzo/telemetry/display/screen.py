@@ -19,6 +19,8 @@ Lines = Sequence[Mapping[str, Any]]
 
 _ROWS = 12
 _BAR = 40
+_SHOWN = 0.01
+"""What takes less of a step than this share has no bar."""
 _LATE = 5
 """A run is called silent after so many times the usual time between two records, and after `_PATIENCE_S`."""
 _PATIENCE_S = 30.0
@@ -86,8 +88,8 @@ def screen_of(  # structure: signature fixed by what a screen shows
         parts.append("\n".join(rows))
     if records:
         parts.append(_causes(records[-1]))
-        if skew := records[-1].get("skew"):
-            parts.append(_ranks(skew))
+        if waits := _ranks(records[-1]):
+            parts.append(waits)
     if ranks:
         parts.append("\n".join(["now", *(f"  {line}"[:width] for line in _cut(ranks))]))
     return "\n\n".join([*parts, *([verdict] if verdict else [])])
@@ -122,21 +124,31 @@ def _heading(name: str, lines: Lines, records: Lines, steps: int | None, age_s: 
 
 
 def _causes(record: StepRecord) -> str:
-    """A bar for each cause that takes at least a hundredth of the step."""
+    """A bar for each cause that takes at least `_SHOWN` of the step."""
     whole = record["step_s"]
     spent = record.get("cause_s") or record.get("phase_s") or {}
-    shares = {name: seconds / whole for name, seconds in spent.items() if seconds >= 0.01 * whole}
+    shares = {name: seconds / whole for name, seconds in spent.items() if seconds >= _SHOWN * whole}
     wide = max(map(len, shares), default=0)
     bars = [f"  {name:<{wide}}  {share:>4.0%}  {_bar(share)}" for name, share in shares.items()]
     return "\n".join([f"a step takes {whole:.3g} s", *bars])
 
 
-def _ranks(skew: Mapping[str, Sequence[float]]) -> str:
-    """A bar for how long each rank waited for others; the rank that all wait for waits least."""
-    waits = skew.get("late_peer_s", ())
-    most = max(waits, default=0.0)
-    bars = [f"  rank {rank:<4} {wait:>8.3g} s  {_bar(wait / most if most else 0.0)}" for rank, wait in enumerate(waits)]
+def _ranks(record: StepRecord) -> str:
+    """A bar for how long each rank waited for others; the rank that all wait for waits least.
+
+    Empty where no rank waits for `_SHOWN` of the step; less than that is none beside others.
+    """
+    least = _SHOWN * record["step_s"]
+    waits = [wait if wait >= least else 0.0 for wait in record.get("skew", {}).get("late_peer_s") or ()]
+    if not any(waits):
+        return ""
+    bars = [f"  rank {rank:<4} {_plain(wait):>8} s  {_bar(wait / max(waits))}" for rank, wait in enumerate(waits)]
     return "\n".join(["waits for late ranks", *_cut(bars, "  ")])
+
+
+def _plain(seconds: float) -> str:
+    """Seconds with three digits, and never with an exponent."""
+    return f"{seconds:.3g}" if seconds >= 1e-4 or not seconds else f"{seconds:.6f}"
 
 
 def _cut(rows: Sequence[str], indent: str = "") -> Sequence[str]:

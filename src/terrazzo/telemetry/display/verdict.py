@@ -18,6 +18,9 @@ __all__ = ["Verdict", "verdict_of"]
 LEAST_SHARE = 0.05
 """A cause with a smaller share of the step is not said to bound it."""
 
+MUCH = 0.15
+"""A cause with a smaller share is only the largest beside compute, which is most of the step, and is called so."""
+
 SPREADS = 3
 """A cause must take at least so many times its own median deviation over records, or it is too uneven to be named."""
 
@@ -38,6 +41,9 @@ _ACTIVATIONS = ("tp", "cp", "ep", "pp")
 
 _BETWEEN = tuple(name for name, row in BOUNDS.items() if row.kind == "between")
 """Causes between steps. If they were gone, so would be what ranks wait for each other in them."""
+
+_PERIOD_OF = {"evaluate": ("train", "eval_every"), "save": ("checkpoint", "every")}
+"""The setting of how often it comes, where null is: only at the end."""
 
 _PARTS = (*(name for name, row in BOUNDS.items() if row.kind == "part"), *_BETWEEN)
 """Causes that records have as one number each, not by axis or by rank."""
@@ -79,7 +85,8 @@ class Verdict:
     def __str__(self) -> str:
         amount = f"{_seconds(self.seconds)} of {_seconds(self.step_s)} s ({self.share:.0%})"
         most = "" if BOUNDS[self.bound].kind == "rest" else f", by {self.share:.0%} at most"
-        return f"{self.name} bounds the step: {amount} {self.evidence}. {self.edit.sentence}{most}."
+        bounds = "bounds the step" if most == "" or self.share >= MUCH else "is the first thing to look at in a step"
+        return f"{self.name} {bounds}: {amount} {self.evidence}. {self.edit.sentence}{most}."
 
     def as_dict(self) -> dict[str, Any]:
         """Every attribute by name, with the share and the sentence; the edit as text."""
@@ -116,7 +123,7 @@ def verdict_of(
     records = of_these_ranks(records)
     knows_causes = "cause_s" in records[-1]
     causes = _causes(records) if knows_causes else _on_the_host(records)
-    once = [cause for cause in causes if cause.name in _BETWEEN and not _comes_again(cause, records)]
+    once = [cause for cause in causes if cause.name in _BETWEEN and not _comes_again(cause, records, settings)]
     if once and (others := _without(once, records)):  # with them goes what ranks exchange and wait for in them
         records, step_s = others, mean_of(others, "step_s")
         causes = _causes(records) if knows_causes else _on_the_host(records)
@@ -137,9 +144,7 @@ def verdict_of(
         seconds=largest.seconds,
         step_s=step_s,
         evidence=_evidence(largest, records, step_s, uneven) + _left_out(once, step_s),
-        edit=edit_for(
-            "compute" if BOUNDS[largest.name].kind == "rest" else largest.name, largest.axis, settings, admits
-        ),
+        edit=edit_for(largest.name, largest.axis, settings, admits),
         steps=sum(record["steps"] for record in records),
         axis=largest.axis,
         rank=largest.rank,
@@ -216,8 +221,14 @@ def _is_steady(cause: _Cause) -> bool:
     return cause.seconds >= SPREADS * median(abs(value - middle) for value in cause.each)
 
 
-def _comes_again(cause: _Cause, records: Sequence[StepRecord]) -> bool:
-    """Whether it has come before the end of the run: no setting makes the one at the end rarer."""
+def _comes_again(cause: _Cause, records: Sequence[StepRecord], settings: Mapping[str, Any] | None) -> bool:
+    """Whether it has come before an end of the run: no setting makes the one at the end rarer. A run that was continued
+    has had several ends; where settings have it there alone, it comes again if most records have it all the same.
+    """
+    section, key = _PERIOD_OF.get(cause.name, ("", ""))
+    at_ends = settings is not None and section and settings[section][key] is None
+    if at_ends and 2 * sum(map(bool, cause.each)) <= len(records):
+        return False
     only_last = len(records) > 1 and not any(cause.each[:-1])
     return not only_last and sum(record["steps"] for record in records) >= FEW_STEPS
 

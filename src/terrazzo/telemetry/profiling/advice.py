@@ -58,6 +58,8 @@ def _reading(facts: Mapping[str, Any]) -> Advice:
 
 
 def _computing(cause: str, facts: Mapping[str, Any]) -> Advice:
+    if cause == "compute":  # on a CPU, where it was not measured that compiling or bf16 would help
+        return _words(BOUNDS[cause].script_edit)
     fused = [] if facts.get("compiles") else ["model = torch.compile(model)"]
     if cause == "host":
         more = ["larger batches"]

@@ -184,12 +184,15 @@ class RunReport:
         return in_all if of_steps == in_all or not pace.steps else f"{of_steps} of steps, {in_all} in all"
 
     def _verdict(self) -> Verdict | None:
-        """What bounds the run's step; None if a full disk has left no line of it, which the log has said on stderr."""
+        """What bounds the run's step; None if it was a single one, in which all is done for the first time, or if a
+        full disk has left no line of it, which the log has said on stderr.
+        """
         try:
             review = RunReview(self._session.config.log.folder)
         except BadInput:
             return None
-        return review.verdict()
+        verdict = review.verdict()
+        return verdict if verdict is not None and verdict.steps > 1 else None
 
     def _loss_change(self) -> str:
         if self._first_validation is None or self._last_validation is None:

@@ -115,8 +115,8 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:
         raise BadInput(
             f"{kind.__name__} cannot run on flat shards: it is not known to update each element from that element's "
             "values alone (Adafactor, LBFGS and Shampoo do not). Use one of "
-            f"{', '.join(sorted(known.__name__ for known in ELEMENTWISE))}, or set 'elementwise = True' on your "
-            "optimizer class if its update is elementwise."
+            f"{', '.join(sorted(known.__name__ for known in ELEMENTWISE))}, or Muon, which has each matrix whole; an "
+            "optimizer of your own whose update is elementwise says so by 'elementwise = True' in its class."
         )
 
 
