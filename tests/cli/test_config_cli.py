@@ -146,6 +146,16 @@ def test_check_asks_the_trainer_about_its_own_files(tmp_path: Path) -> None:
     assert "needs model.path" in result.output
 
 
+def test_check_takes_the_settings_that_train_would_take(ds: Path) -> None:
+    """And of another dialect's file none."""
+    own = QUICKSTART
+    assert run("check", own, "plan=zero1", "batch.micro_batch=4").exit_code == 0
+    result = run("check", own, "plan.name=zero9")
+    assert (result.exit_code, "zero9" in result.output) == (1, True)
+    assert "write section.key=value" in refused("check", own, "plan.name")
+    assert "'plan=zero1' would replace a setting of Terrazzo's own" in refused("check", ds, "plan=zero1")
+
+
 def test_a_key_that_is_refused_hides_no_other_problem_of_the_trainer(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("plan: zero3\nmodel: {kind: huggingface}\ntrain: {steps: 3, stepz: 4, clip: many}\n")

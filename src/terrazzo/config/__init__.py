@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from terrazzo.config.keys import CONFIG_KEYS, SHORTHANDS, keys_meant
     from terrazzo.config.reading import (
         CheckedKeys,
+        apply_override,
         check_keys,
         config_from_dict,
         config_problems,
@@ -78,6 +79,7 @@ __all__ = [
     "PlanConfig",
     "ScheduleConfig",
     "Section",
+    "apply_override",
     "check_keys",
     "config_from_dict",
     "config_problems",

@@ -24,7 +24,15 @@ from terrazzo.documents import comments, parse_value, read_text
 from terrazzo.documents.dotted_keys import split
 from terrazzo.errors import BadInput
 
-__all__ = ["CheckedKeys", "check_keys", "config_from_dict", "config_problems", "load_config", "setting_texts"]
+__all__ = [
+    "CheckedKeys",
+    "apply_override",
+    "check_keys",
+    "config_from_dict",
+    "config_problems",
+    "load_config",
+    "setting_texts",
+]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -37,7 +45,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         raw = _read(Path(path))
         for override in overrides:
-            _apply(raw, override)
+            apply_override(raw, override)
     except BadInput as error:
         raise BadInput(without_passwords(str(error))) from None
     return config_from_dict(raw, origin=" ".join([str(path), *(["with", *overrides] if overrides else [])]))
@@ -148,7 +156,7 @@ def _read(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str) -> None:
     """Set `section.key=value` in place; the value is read as YAML."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip("."):

@@ -19,9 +19,11 @@ from terrazzo.messages import counted
 __all__ = ["check_config"]
 
 
-def check_config(file: Path, dialect: str | None, options: ContextOptions, as_json: bool) -> int:
-    """Print what is wrong with a configuration; returns the exit code."""
-    understood = understand(file, dialect, reading_context(options))
+def check_config(
+    file: Path, dialect: str | None, options: ContextOptions, as_json: bool, overrides: Sequence[str] = ()
+) -> int:
+    """Print what is wrong with a configuration, with settings of `terrazzo train` replaced; returns the exit code."""
+    understood = understand(file, dialect, reading_context(options), overrides)
     findings = check(understood)
     findings = [*_told_by_training(understood, findings), *findings]
     findings.sort(key=lambda finding: finding.level != "error")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from terrazzo.cli.config.options import CONTEXT_ROWS, AllOption, ContextOptions, FileArgument, FromOption
-from terrazzo.cli.shared.arguments import AsJsonOption
+from terrazzo.cli.shared.arguments import AsJsonOption, OverridesArgument
 from terrazzo.cli.shared.options import with_options
 from terrazzo.cli.shared.verb import Verb
 
@@ -43,6 +43,7 @@ def explain(
 @with_options(CONTEXT_ROWS, before="as_json")
 def check(
     file: FileArgument,
+    overrides: OverridesArgument = None,
     name: FromOption = None,
     as_json: AsJsonOption = False,
     **context: Any,
@@ -53,7 +54,7 @@ def check(
     """
     from terrazzo.cli.config.check import check_config  # imports torch, which --help can do without
 
-    raise typer.Exit(check_config(file, name, ContextOptions(**context), as_json))
+    raise typer.Exit(check_config(file, name, ContextOptions(**context), as_json, overrides or ()))
 
 
 @config.command(cls=Verb)

@@ -9,6 +9,7 @@ import typer
 
 from terrazzo.cli.plan.options import OPTION_ROWS
 from terrazzo.cli.plan.values import read_arguments
+from terrazzo.cli.shared.arguments import OverridesArgument
 from terrazzo.cli.shared.options import with_options
 
 __all__ = ["plan"]
@@ -21,12 +22,7 @@ def plan(
         Path | None,
         typer.Argument(metavar="CONFIG", help="A file of `terrazzo train`, in place of --model and the rest."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[section.key=value]...", help="Settings that replace the file's, as in `terrazzo train`."
-        ),
-    ] = None,
+    overrides: OverridesArgument = None,
     **options: Any,
 ) -> None:
     """Will it fit, how fast, on how many GPUs, with which strategy, and what exactly to run: from shapes alone.

@@ -10,7 +10,7 @@ import typer
 from terrazzo.errors import BadInput
 from terrazzo.telemetry.log.run_folder import RunFolder
 
-__all__ = ["AsJsonOption", "RunArgument", "whole_number"]
+__all__ = ["AsJsonOption", "OverridesArgument", "RunArgument", "whole_number"]
 
 
 def _folder(run: Path) -> Path:
@@ -19,6 +19,11 @@ def _folder(run: Path) -> Path:
 
 
 AsJsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[section.key=value]...", help="Settings that replace the file's, as in `terrazzo train`."),
+]
 
 RunArgument = Annotated[
     Path,

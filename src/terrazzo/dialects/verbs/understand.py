@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from terrazzo.config import is_rank_range
+from terrazzo.config import apply_override, is_rank_range
 from terrazzo.dialects.core.description import Description, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, Reading, ReadingContext
 from terrazzo.dialects.core.mesh import data_ranks
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.registry import dialect, recognise
 from terrazzo.documents import Loaded, load
+from terrazzo.errors import BadInput
 
 __all__ = ["Understood", "read_document", "understand"]
 
@@ -30,17 +32,31 @@ class Understood:
         return self.reading.description
 
 
-def understand(path: str | Path, name: str | None = None, context: ReadingContext = NO_CONTEXT) -> Understood:
+def understand(
+    path: str | Path,
+    name: str | None = None,
+    context: ReadingContext = NO_CONTEXT,
+    overrides: Sequence[str] = (),
+) -> Understood:
     """Read a file.
 
     Args:
         name: of its dialect; None: as it looks.
         context: what the file does not say; its `folder` is set to the file's.
+        overrides: settings of Terrazzo's own configuration that replace the file's, as `terrazzo train` takes them.
 
-    Raises: `BadInput` for a file that cannot be loaded, or is of no dialect or of several.
+    Raises: `BadInput` for a file that cannot be loaded, or is of no dialect or of several, and for overrides of one
+        that is not Terrazzo's own.
     """
     loaded = load(path, is_rank_range)
     source = dialect(name) if name else recognise(loaded.document, str(path))
+    if overrides and source.name != "terrazzo":
+        raise BadInput(
+            f"'{overrides[0]}' would replace a setting of Terrazzo's own configuration, and '{path}' is one of "
+            f"{source.title}: change the file."
+        )
+    for override in overrides:
+        apply_override(loaded.document, override)
     context = replace(context, folder=loaded.path.parent)
     return Understood(loaded, source, read_document(source, loaded.document, context), context)
 

@@ -76,7 +76,7 @@ def traced_memory(config: Config, setup: Setup) -> MemoryFigures | None:
     """
     if config.train.compile or setup.mesh.pp > 1:
         return None
-    if (trace := _trace_of_pass(_Pass.of(config, setup))) is None:
+    if (trace := _trace_of_pass(_TracedPass.of(config, setup))) is None:
         return None
     memory, apart_bytes = memory_of_trace(setup, trace, _update_bytes(config, setup)), _apart_bytes(config, setup)
     update = (Term("update", apart_bytes, apart_bytes, "memory.traced"),) if apart_bytes else ()
@@ -84,7 +84,7 @@ def traced_memory(config: Config, setup: Setup) -> MemoryFigures | None:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _TracedPass:
     """What a forward and backward pass of a run is made of; equal where the trace of one is that of the other.
 
     Attributes:
@@ -96,7 +96,7 @@ class _Pass:
     setup: Setup = field(compare=False)
 
     @classmethod
-    def of(cls, config: Config, setup: Setup) -> _Pass:
+    def of(cls, config: Config, setup: Setup) -> _TracedPass:
         """Of a run: where states are, in which dtypes and over how many ranks is nothing to a pass."""
         apart = {"precision", "plan", "offload", "launch", "checkpoint", "log"}
         shared = setup.mesh.tp, setup.mesh.cp, setup.sequence_parallel
@@ -107,7 +107,7 @@ class _Pass:
 
 
 @functools.lru_cache(maxsize=16)
-def _trace_of_pass(of: _Pass) -> ActivationTrace | None:
+def _trace_of_pass(of: _TracedPass) -> ActivationTrace | None:
     """Trace a pass, or the trace of an equal one: changes are tried on a run that does not fit, most of which leave it
     as it is, and a deep model is traced for seconds.
     """
