@@ -111,7 +111,7 @@ class PlainSource(Source):
         self.tensors[name] = TensorInfo(tuple(tensor.shape), infos)
         self.values |= {(name, kind): value.detach() for kind, value in states.items()}
 
-    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+    def _read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         return self.values[name, kind].reshape(-1)[start:stop]
 
 

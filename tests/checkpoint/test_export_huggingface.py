@@ -59,7 +59,7 @@ class MemorySource(Source):
             self.values[name] = tensor.detach()
             self.tensors[name] = TensorInfo(tuple(tensor.shape), {kind: StateInfo(tensor.dtype, tensor.numel())})
 
-    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+    def _read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         return self.values[name].reshape(-1)[start:stop]
 
 
@@ -141,6 +141,21 @@ def test_bfloat16_is_the_rounded_weight(tmp_path: Path) -> None:
     for name, parameter in again.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, model.get_parameter(name).to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "named"),
+    [
+        ((torch.float16, torch.bfloat16), "float32"),
+        ((torch.bfloat16, torch.bfloat16), "bfloat16"),
+        ((torch.float8_e4m3fn, torch.bfloat16), "bfloat16"),
+        ((torch.float8_e4m3fn, torch.float8_e4m3fn), "float8_e4m3fn"),
+    ],
+)
+def test_the_dtype_that_is_named_holds_all_weights(tmp_path: Path, dtypes: tuple[torch.dtype, ...], named: str) -> None:
+    tensors = {f"w{i}": torch.ones(2).to(dtype) for i, dtype in enumerate(dtypes)}
+    export_huggingface(MemorySource(tensors), tmp_path / "out", PLAIN)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == named
 
 
 def test_buffers_integers_and_empty_tensors_are_written_as_they_are(tmp_path: Path) -> None:
@@ -287,7 +302,7 @@ class Large(Source):
         shape = (100, numel // 100)
         info = TensorInfo(shape, {"weight": StateInfo(torch.float32, numel)})
         self.tensors = {f"w{i}": info for i in range(tensors)}
-    def read(self, name, kind, start, stop):
+    def _read(self, name, kind, start, stop):
         return torch.ones(stop - start)
 
 def export(source, name):

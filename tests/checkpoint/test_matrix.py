@@ -69,7 +69,7 @@ class Plain(Source):
         trained = [name for name, kinds in state.items() if len(kinds) > 1]
         self.optimizer = OptimizerInfo(type(optimizer).__name__, [{**group, "params": trained}])
 
-    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+    def _read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         return self._state[name][kind].reshape(-1)[start:stop]
 
 

@@ -143,7 +143,7 @@ class One(Source):
         self.tensors = {"w": TensorInfo(tuple(values.shape), {WEIGHT: StateInfo(values.dtype, values.numel())})}
         self._values = values.reshape(-1)
 
-    def read(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
+    def _read(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
         return self._values[start:stop].clone()
 
 
@@ -184,6 +184,24 @@ def test_columns_of_short_rows_are_not_read_row_by_row(reads: Reads, tmp_path: P
     assert torch.equal(source.read_box("w", WEIGHT, (0, 16), (4096, 16)), values[:, 16:32])
     assert reads.count == 1
     assert reads.count_bytes <= values.nbytes
+
+
+@pytest.mark.parametrize("kind", ["terrazzo", "torch.save", "distributed"])
+def test_what_lies_beyond_the_end_is_refused(kind: str, tmp_path: Path) -> None:
+    """By every format, whose memory nobody would have filled."""
+    values = torch.arange(12.0).view(3, 4)
+    if kind == "terrazzo":
+        convert(One(values), str(tmp_path / "a"))
+    elif kind == "torch.save":
+        torch.save({"w": values}, tmp_path / "a")
+    else:
+        export_dcp(One(values), tmp_path / "a")
+    source = open_source(tmp_path / "a")
+    assert torch.equal(source.read("w", WEIGHT, 10, 12), values.view(-1)[10:])
+    for start, stop in ((10, 13), (-1, 3), (4, 3)):
+        with pytest.raises(BadInput, match=rf"has 12 elements of w, weight, and not {start}\.\.{stop}") as refused:
+            source.read("w", WEIGHT, start, stop)
+        assert not isinstance(refused.value, Damaged)
 
 
 @pytest.mark.parametrize("origin", MESHES, ids="{0[0]}x{0[1]}".format)

@@ -132,13 +132,20 @@ class Source(ABC):
         """What of the checkpoint is not taken over and why, a line each."""
         return [*self.notes, *self.optimizer_notes, *self.file_notes]
 
-    @abstractmethod
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Elements `start..stop` (flat, row-major) of a state that `tensors` lists, 1-D, on the CPU, in its dtype.
 
         Reads little more than the bytes asked for. Raises `BadInput` naming the file, tensor and byte range where they
-        are damaged or missing.
+        are damaged or missing, and for elements that the state does not have.
         """
+        numel = self.tensors[name].states[kind].numel
+        if not 0 <= start <= stop <= numel:
+            raise BadInput(f"'{self.where}' has {numel} elements of {name}, {kind}, and not {start}..{stop}.")
+        return self._read(name, kind, start, stop)
+
+    @abstractmethod
+    def _read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """What `read` gives, of a range that is inside of the state."""
 
     def read_with_progress(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """`read`, as one step on the way through all of the checkpoint."""

@@ -6,6 +6,7 @@ model was built from.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -166,8 +167,9 @@ def _config(model: ModelDescription, tensors: list[ToWrite]) -> dict[str, Any]:
     config = {key: value for key, value in model.config.items() if key != "quantization_config"}
     floating = [tensor.dtype for tensor in tensors if tensor.kind == WEIGHT and tensor.dtype.is_floating_point]
     if floating:
-        # transformers loads all weights in one dtype: with the widest, none of them is rounded.
-        widest = name_of(max(floating, key=lambda dtype: dtype.itemsize))
+        # transformers loads all weights in one dtype: with one that holds all of theirs, none of them is rounded.
+        wider = [dtype for dtype in floating if dtype.itemsize > 1]  # torch promotes no dtype of 8 bits
+        widest = name_of(functools.reduce(torch.promote_types, wider or floating[:1]))
         config |= dict.fromkeys({"dtype", "torch_dtype"} & config.keys() or {"dtype"}, widest)
     return config
 

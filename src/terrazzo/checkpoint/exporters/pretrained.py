@@ -108,7 +108,7 @@ class _Live(Source):
         """From now on weights can be read, in this order; `finish` has to follow, on every rank."""
         self._stream = whole_weights(self._model, order)
 
-    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+    def _read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         if kind == BUFFER:
             return self._buffers[name].detach().reshape(-1)[start:stop].cpu()
         if name != self._name:

@@ -62,10 +62,8 @@ class TerrazzoCheckpoint(Source):
             groups = [group.model_dump() for group in optimizer.groups]
             self.optimizer = OptimizerInfo(optimizer.name, groups, optimizer.scaler)
 
-    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+    def _read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         state, what = self._state(name, kind), f"{name}, {kind}"
-        if not 0 <= start <= stop <= state.numel:
-            raise Damaged(f"'{self.where}' has {state.numel} elements of {what}, and not {start}..{stop}.")
         space = index_space(self.tensors[name].shape, state.numel)
         values = torch.empty(stop - start, dtype=dtype_of(state.dtype))
         if len(state.tiles) == 1:

@@ -36,7 +36,7 @@ class StateDictSource(Source):
         self._values: dict[tuple[str, str], Values] = {}
         self._states: dict[str, dict[str, StateInfo]] = {}
 
-    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+    def _read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         return self._values[name, kind].read(start, stop)
 
     def read_box(self, name: str, kind: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
