@@ -90,8 +90,24 @@ def test_settings_are_refused() -> None:
         (tz.optim.Lion, {"lr": -1.0}, "Lion: lr is -1.0; give 0 or more"),
         (tz.optim.AdEMAMix, {"betas": (0.9, 0.99, 1.0)}, "AdEMAMix: betas is"),
         (tz.optim.AdEMAMix, {"betas": (0.9, 0.99)}, "AdEMAMix: betas is .* give 3"),
+        (tz.optim.Lion, {"betas": 0.9}, "Lion: betas is 0.9; give 2"),
+        (tz.optim.Lion, {"betas": ("0.9", 0.99)}, "Lion: betas is .* give 2"),
+        (tz.optim.Lion, {"lr": "1e-3"}, "Lion: lr is '1e-3'; give 0 or more"),
+        (tz.optim.Lion, {"lr": math.inf}, "Lion: lr is inf; give 0 or more"),
+        (tz.optim.AdEMAMix, {"warmup_steps": 2.5}, r"warmup_steps is 2\.5; give a whole number"),
     ):
         with pytest.raises(BadInput, match=words):
             make(Net().parameters(), **options)  # type: ignore[operator]
         with pytest.raises(BadInput, match=words):
             make([{"params": Net().parameters(), **options}])  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("make", [tz.optim.Lion, tz.optim.AdEMAMix])
+def test_sparse_gradients_are_refused_before_anything_is_changed(make: Callable[..., Any]) -> None:
+    table, other = torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 3)
+    before = other.weight.detach().clone()
+    optimizer = make([*other.parameters(), *table.parameters()])
+    other(table(torch.tensor([1, 2]))).sum().backward()
+    with pytest.raises(BadInput, match=r"was given a sparse gradient.*sparse=False"):
+        optimizer.step()
+    assert torch.equal(other.weight, before)

@@ -458,6 +458,41 @@ def test_hidden_matrices_leave_tables_heads_and_vectors_to_adamw() -> None:
     assert {"embed.weight", "conv.weight", "lm_head.weight", "blocks.0.up.bias"} <= {name for name, _ in others}
 
 
+def test_a_copied_muon_takes_a_param_group() -> None:
+    net = Net()
+    optimizer = muon(net)
+    for copied in (copy.deepcopy(optimizer), copy.copy(optimizer)):
+        copied.add_param_group({"params": [nn.Parameter(torch.ones(3, 5))]})
+        assert copied.param_groups[-1]["ns_steps"] == 5
+
+
+def test_torchs_state_dicts_go_on_in_muon() -> None:
+    """The oracle is torch's Muon, which takes the same steps."""
+    start = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    weights = [nn.Parameter(start.clone()) for _ in range(2)]
+    theirs, own = torch.optim.Muon([weights[0]], lr=0.05), tz.optim.Muon([weights[1]])
+    for t in range(3):
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 0.5 + t).tril()
+        theirs.step()
+        if t == 0:
+            weights[1].data.copy_(weights[0].data)
+            own.load_state_dict(theirs.state_dict())
+        else:
+            own.step()
+        assert torch.equal(weights[1], weights[0])
+    other = nn.Parameter(torch.ones(3))
+    of_adamw = tz.optim.Muon([], [other])
+    of_adamw.load_state_dict(torch.optim.AdamW([other]).state_dict())
+    assert of_adamw.param_groups[0]["algorithm"] == "adamw"
+
+
+@pytest.mark.parametrize("key", ["adamw", "muon"])
+def test_hidden_matrices_refuses_a_glob_in_place_of_a_list(key: str) -> None:
+    with pytest.raises(tz.BadInput, match=rf"{key} is '0\.weight': give a list of globs, \['0\.weight'\]"):
+        tz.optim.hidden_matrices(nn.Sequential(nn.Linear(3, 5)), **{key: "0.weight"})
+
+
 def test_hidden_matrices_calls_heads_so_when_the_default_globs_are_given() -> None:
     model = nn.ModuleDict({"up": nn.Linear(3, 5), "lm_head": nn.Linear(5, 7, bias=False)})
     for globs in (HEADS, list(HEADS)):
@@ -489,12 +524,13 @@ def test_hidden_matrices_of_berts_layers_are_muons_whatever_they_are_called() ->
     assert "0.cls.predictions.decoder.weight" in {name for name, _ in others}
 
 
-@pytest.mark.parametrize("name", ["output", "model.output"])
-def test_a_head_that_is_called_output_is_adamws(name: str) -> None:
-    model = nn.ModuleDict({"output": nn.Linear(3, 5), "layer": nn.ModuleDict({"output": nn.Linear(3, 3)})})
+@pytest.mark.parametrize("name", ["output", "model.output", "head", "model.head"])
+def test_a_head_that_is_called_output_or_head_is_adamws(name: str) -> None:
+    last = name.rpartition(".")[2]
+    model = nn.ModuleDict({last: nn.Linear(3, 5), "layer": nn.ModuleDict({last: nn.Linear(3, 3)})})
     whole = nn.ModuleDict({"model": model}) if name.startswith("model") else model
     matrices, _ = tz.optim.hidden_matrices(whole)
-    assert [each for each, _ in matrices] == [f"{name.removesuffix('output')}layer.output.weight"]
+    assert [each for each, _ in matrices] == [f"{name.removesuffix(last)}layer.{last}.weight"]
 
 
 def test_what_no_module_multiplies_with_is_adamws_and_that_is_said() -> None:

@@ -189,6 +189,7 @@ def test_a_gradient_with_a_graph_is_refused() -> None:
         ({"z_loss": -1.0}, "z_loss is -1.0"),
         ({"softcap": 0.0}, "softcap is 0.0"),
         ({"rows": 0}, "rows is 0"),
+        ({"rows": 2.5}, r"rows is 2\.5"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -422,6 +422,21 @@ def test_masks_of_all_micro_batches_of_a_step_are_remembered(monkeypatch: pytest
     run_in_threads(2, on_rank)
 
 
+@pytest.mark.parametrize("how", ["numpy", "data"])
+def test_positions_that_are_written_past_torchs_count_have_another_mask(how: str) -> None:
+    """A loader's buffer of NumPy, or `.data`: the version of the tensor stays as it was."""
+    buffer, context = positions_of([[16]]).numpy().copy(), Context(None)
+    positions = torch.from_numpy(buffer)
+    first, changed = context.mask(positions, 16), positions_of([[4, 12]])
+    if how == "numpy":
+        buffer[:] = changed.numpy()
+    else:
+        positions.data.copy_(changed)
+    second, expected = context.mask(positions, 16), Context(None).mask(changed, 16)
+    assert torch.equal(second.begins, expected.begins)
+    assert first.begins is None
+
+
 def test_lengths_of_prefixes_may_be_int32() -> None:
     lengths = torch.full((1, 16), 3, dtype=torch.int32)
 

@@ -216,6 +216,19 @@ def test_a_style_of_another_class_is_refused(style):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("heads", each) for each in (0, -2, 2.0, True, [4, 0], [])),
+        *(("parts", each) for each in ((-8, 16), (), 8, (8.0, 8))),
+    ],
+)
+def test_heads_and_parts_are_whole_numbers(name, value):
+    with pytest.raises(tz.BadInput, match=f"Colwise: {name} is .*; give whole numbers, each 1 or more"):
+        Colwise(**{name: value})
+    assert Colwise([4, 4], parts=[8, 8]) == Colwise((4, 4), parts=(8, 8))
+
+
 def refused(base, match, tp=2, error=tz.BadInput, **options):
     def body(rank):
         with pytest.raises(error, match=match):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.errors import BadInput
+from terrazzo.given_numbers import is_count
 from terrazzo.nn.single_backward import check_no_graph
 from terrazzo.nn.vocabulary_parts import VocabularyParts, places_in_part, softmax_terms
 
@@ -93,8 +94,8 @@ def linear_cross_entropy(  # structure: signature fixed by torch's cross_entropy
     loss.check()
     hidden, weight = _as_autocast(hidden, weight)
     _check_tensors(hidden, weight, targets, token_weights)
-    if rows is not None and rows < 1:
-        raise BadInput(f"linear_cross_entropy: rows is {rows}; a chunk has at least one token.")
+    if rows is not None and not is_count(rows):
+        raise BadInput(f"linear_cross_entropy: rows is {rows}; a chunk has a whole number of tokens, 1 or more.")
     flat = targets.flatten()
     ignored = flat == ignore_index
     tokens = _Tokens(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.errors import BadInput
+from terrazzo.given_numbers import is_count, is_number
 from terrazzo.optim.optimizer_step import ParamGroup, loss_of
 
 __all__ = ["AdEMAMix", "Lion"]
@@ -23,6 +24,8 @@ class _Elementwise(Optimizer):
     elementwise = True
     _beta_count: ClassVar[int]
     """How many betas there are."""
+    _counts: ClassVar[tuple[str, ...]] = ()
+    """Settings that are whole numbers."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
         self._check(settings)
@@ -34,18 +37,29 @@ class _Elementwise(Optimizer):
         super().add_param_group(param_group)
 
     def _check(self, settings: ParamGroup) -> None:
-        low = [key for key, value in settings.items() if key != "betas" and not value >= 0]
-        betas = tuple(settings["betas"])
-        if low or len(betas) != self._beta_count or not all(0 <= each < 1 for each in betas):
-            key, edit = (
-                (low[0], "0 or more") if low else ("betas", f"{self._beta_count}, each at least 0 and less than 1")
-            )
-            raise BadInput(f"tz.optim.{type(self).__name__}: {key} is {settings[key]!r}; give {edit}.")
+        for key, value in settings.items():
+            if key == "betas":
+                is_right = isinstance(value, list | tuple) and len(value) == self._beta_count
+                is_right = is_right and all(is_number(each) and 0 <= each < 1 for each in value)
+                edit = f"{self._beta_count}, each at least 0 and less than 1"
+            elif key in self._counts:
+                is_right, edit = is_count(value, 0), "a whole number, 0 or more"
+            else:
+                number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+                is_right, edit = is_number(number) and 0 <= number < math.inf, "0 or more"
+            if not is_right:
+                raise BadInput(f"tz.optim.{type(self).__name__}: {key} is {value!r}; give {edit}.")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient."""
         loss = loss_of(closure)
+        gradients = (parameter.grad for group in self.param_groups for parameter in group["params"])
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+            raise BadInput(
+                f"tz.optim.{type(self).__name__} was given a sparse gradient, which it does not step: build the"
+                " embedding with sparse=False."
+            )
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -68,7 +82,8 @@ class Lion(_Elementwise):
         weight_decay: decoupled.
 
     Raises:
-        BadInput: for negative settings, and betas that are not from 0 to 1.
+        BadInput: for settings that are no numbers, negative or infinite, betas that are not from 0 to 1, and in a step
+            for a sparse gradient.
     """
 
     _beta_count = 2
@@ -103,10 +118,12 @@ class AdEMAMix(_Elementwise):
             takes the whole run. 0 for none.
 
     Raises:
-        BadInput: for negative settings, and betas that are not from 0 to 1.
+        BadInput: for settings that are no numbers, negative or infinite, betas that are not from 0 to 1, and in a step
+            for a sparse gradient.
     """
 
     _beta_count = 3
+    _counts = ("warmup_steps",)
 
     def __init__(  # structure: signature fixed by the paper's settings
         self,

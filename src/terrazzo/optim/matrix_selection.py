@@ -20,8 +20,11 @@ from terrazzo.nn.routers import is_router
 
 __all__ = ["HEADS", "Division", "divided", "hidden_matrices"]
 
-HEADS = ("*lm_head*", "*embed_out*", "head.*", "*.head.*", "output.*", "model.output.*", "*classifier*", "score.*")
-"""Names of heads, whose matrices have a row for each token or class; not of an `output` inside a layer, as in BERT."""
+HEADS = ("*lm_head*", "*embed_out*", "head.*", "model.head.*", "output.*", "model.output.*", "*classifier*", "score.*")
+"""Names of heads, whose matrices have a row for each token or class.
+
+Not of an `output` inside a layer, as in BERT, or of a `head` in one.
+"""
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -135,6 +138,9 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequen
 
 def divided(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequence[str] = ()) -> Division:
     """`hidden_matrices` without a warning."""
+    for key, globs in (("adamw", adamw), ("muon", muon)):
+        if isinstance(globs, str):  # which is a sequence, of globs of one letter
+            raise BadInput(f"{key} is {globs!r}: give a list of globs, [{globs!r}].")
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     _check(muon, named)
     if tuple(adamw) != HEADS:

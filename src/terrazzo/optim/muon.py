@@ -81,6 +81,18 @@ class Muon(MatrixOptimizer):
                 "more. Give it among the others, which AdamW steps; tz.optim.hidden_matrices(model) tells them apart."
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_of": self._of}  # torch's leaves out what it does not know
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's, for copies, pickles and state dicts. Those of torch's own classes lack some settings."""
+        before = vars(self).get("param_groups", [])
+        super().__setstate__(state)
+        for index, group in enumerate(self.param_groups):
+            own = before[index]["algorithm"] if index < len(before) else "muon"
+            for key, value in self._of[group.setdefault("algorithm", own)].items():
+                group.setdefault(key, value)
+
     def is_of_matrices(self, group: ParamGroup) -> bool:
         return bool(group["algorithm"] == "muon")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from terrazzo.errors import BadInput
+from terrazzo.given_numbers import is_count
 from terrazzo.messages import did_you_mean
 
 __all__ = [
@@ -56,9 +57,15 @@ class Style:
         return ""
 
 
+_COUNTS = {"heads": "of the heads, one for each part where there are parts", "parts": "a tuple of outputs"}
+
+
 @dataclass(frozen=True)
 class Colwise(Style):
     """A linear map of which each rank has a part of the outputs.
+
+    Raises:
+        BadInput: for heads or parts that are no whole numbers, each 1 or more.
 
     Attributes:
         heads: how many heads the outputs are of. A rank has whole heads. Where there are fewer heads than ranks, each
@@ -73,6 +80,15 @@ class Colwise(Style):
     gathered: bool = False
 
     enters: ClassVar[Where] = "alone"
+
+    def __post_init__(self) -> None:
+        given: dict[str, object] = {"heads": self.heads, "parts": self.parts}
+        for name, value in given.items():
+            if value is None or (name == "heads" and is_count(value)):
+                continue
+            if not isinstance(value, list | tuple) or not value or not all(map(is_count, value)):
+                raise BadInput(f"Colwise: {name} is {value!r}; give whole numbers, each 1 or more: {_COUNTS[name]}.")
+            object.__setattr__(self, name, tuple(value))
 
     @property
     def completes(self) -> bool:
