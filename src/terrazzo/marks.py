@@ -7,7 +7,15 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-__all__ = ["SHARES_EXPERTS", "SHARES_MATRICES", "SHARES_SEQUENCES", "Mark", "is_sharded"]
+__all__ = [
+    "MARKED_TO_SHARD",
+    "SHARES_EXPERTS",
+    "SHARES_MATRICES",
+    "SHARES_SEQUENCES",
+    "Mark",
+    "is_sharded",
+    "waits_for_root",
+]
 
 T = TypeVar("T")
 
@@ -45,8 +53,16 @@ class Mark(Generic[T]):
 SHARES_MATRICES, SHARES_SEQUENCES = Mark[Any]("terrazzo_tensor_ranks"), Mark[Any]("terrazzo_context")
 SHARES_EXPERTS = Mark[Any]("terrazzo_experts")
 """On modules that share matrices, sequences or experts: what they exchange through, with the `traffic` of that."""
+MARKED_TO_SHARD = Mark[Any]("terrazzo_fully_shard")
+"""On modules that `fully_shard` was called on: something whose `root` is None until the model is sharded."""
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether it is a sharded model: not of one inside of that."""
-    return hasattr(module, "_terrazzo")
+    """Whether it is a sharded model: not of one inside of that. Asking shards none that waits for `fully_shard`."""
+    return "_terrazzo" in vars(module)
+
+
+def waits_for_root(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on it, and the model that it is in is not sharded yet."""
+    mark = MARKED_TO_SHARD.find(module)
+    return mark is not None and mark.root is None

@@ -177,22 +177,60 @@ def test_arguments_of_the_parser() -> None:
 def test_ranks_of_another_launcher_are_never_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(BadInput, match=r"SLURM_NTASKS says 2 ranks.*MASTER_ADDR"):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "SIZE": "2"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    with pytest.raises(BadInput, match=r"OMPI_COMM_WORLD_SIZE says 2 ranks.*MASTER_ADDR"):
         deepspeed.init_distributed()
 
 
-def test_another_launcher_is_not_asked_where_the_script_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What torch.distributed would have been started with, in an environment that says nothing."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that what is set here is taken back
         monkeypatch.delenv(name)
-    for name, value in {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}.items():
-        monkeypatch.setenv(name, value)
-    started: list[Any] = []
-    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: started.append(os.environ["RANK"]))
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **options: started.append(options))
+    return started
+
+
+def test_slurms_tasks_are_ranks_by_the_rule_of_every_entry_point(
+    joined: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an allocation of 8 tasks a process that no step has started, such as a shell's, is alone."""
+    for name, value in {"PROCID": "1", "LOCALID": "1", "NTASKS": "2", "JOB_NODELIST": "n[7-8]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    deepspeed.init_distributed()
+    assert (joined[0]["rank"], joined[0]["world_size"], os.environ["LOCAL_RANK"]) == (0, 1, "0")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2")
+    deepspeed.init_distributed()
+    assert (joined[1]["rank"], joined[1]["world_size"], os.environ["LOCAL_RANK"]) == (1, 2, "1")
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("n7", "29500")
+
+
+def test_a_rank_that_the_script_names_is_that_one(
+    joined: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deepspeed.init_distributed(init_method="tcp://127.0.0.1:1", rank=1, world_size=2)
+    monkeypatch.setenv("RANK", "3")
+    deepspeed.init_distributed(init_method="tcp://127.0.0.1:1")
+    assert [(each["init_method"], each["rank"], each["world_size"]) for each in joined] == [
+        ("tcp://127.0.0.1:1", 1, 2),
+        ("tcp://127.0.0.1:1", 3, 2),
+    ]
+
+
+def test_another_launcher_is_not_asked_where_the_script_says_so(
+    joined: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = {"PROCID": "1", "LOCALID": "1", "NTASKS": "2", "STEP_ID": "0", "TASKS_PER_NODE": "2"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
     deepspeed.init_distributed(auto_mpi_discovery=False, rank=0, world_size=1)
-    assert (started, os.environ["WORLD_SIZE"]) == (["0"], "1")
+    assert ([each["rank"] for each in joined], os.environ["WORLD_SIZE"]) == ([0], "1")
 
 
 def test_terrazzo_has_initialize() -> None:

@@ -33,6 +33,16 @@ def test_every_step_has_the_recorded_rate(recorded: dict[str, Any]) -> None:
     assert betas == recorded["betas"]
 
 
+def test_the_first_groups_rate_is_that_of_all_where_none_is_given() -> None:
+    """So `WarmupLR` of DeepSpeed takes it: `[group['lr'] for group in param_groups][0]`."""
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.1, 0.01)]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    schedule = SCHEDULES["WarmupLR"](optimizer, warmup_num_steps=2, warmup_type="linear")
+    for _ in range(4):
+        schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+
+
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda recorded: recorded["case"])
 def test_a_restored_schedule_goes_on(recorded: dict[str, Any]) -> None:
     first, second = adamw(), adamw()

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 
 import terrazzo as tz
-from terrazzo.engine import engine_of
+from terrazzo.engine import engine_of, is_sharded
 from terrazzo.integrations.fsdp2 import register_fsdp_forward_method, units
 from terrazzo.integrations.fsdp2.requested import _reshard
 from terrazzo.integrations.shared import first_rank
@@ -436,6 +436,19 @@ def wrong_orders() -> None:
             tz.fully_shard(late)
     with refused(tz.BadInput, "ModuleList"):
         tz.fully_shard(Net().layers)
+    wide = Net(16)
+    tz.fully_shard(wide.layers[0])
+    assert len(tz.nn.float8(wide).names) == 6
+    model = Net()
+    tz.fully_shard(model.layers[0])
+    assert not is_sharded(model.layers[0])  # and asking has not sharded it: the model is still to come
+    with refused(tz.Misuse, "either that, on the model last, or tz.shard"):
+        tz.shard(model, None)
+    with refused(tz.Misuse, "fully_shard was called on"):
+        tz.parallelize(model, tz.mesh(tp=2))
+    tz.fully_shard(model)
+    assert model(x).shape == (8, 1)
+    assert is_sharded(model)
     alone = tz.fully_shard(Net())  # without units: one gather for all
     alone(x)
     assert len(engine_of(alone).units) == 1

@@ -309,6 +309,23 @@ def test_one_of_several_adapters_is_merged(tmp_path: Path) -> None:
         assert torch.equal(merged[name], value), name
 
 
+def test_an_adapter_that_is_added_already_is_not_added_twice(tmp_path: Path) -> None:
+    model = adapted(base_model(), init_lora_weights=False)
+    model.merge_adapter()
+    with pytest.raises(BadInput, match=r"q_proj has 'default' added.*unmerge_adapter\(\) before tz.shard"):
+        prepare_adapters(model)
+
+    def body(rank: int) -> None:
+        sharded, _ = tz.shard(copy.deepcopy(model), None, "zero3")
+        with pytest.raises(BadInput, match=r"unmerge_adapter"):
+            save_merged(sharded, tmp_path / "merged")
+
+    on_ranks(2, body, timeout_s=60.0)
+    assert not (tmp_path / "merged").exists()
+    model.unmerge_adapter()
+    prepare_adapters(model)
+
+
 @pytest.mark.parametrize("as_mapping", [False, True])
 def test_a_config_of_bitsandbytes_says_how_a_base_is_kept(as_mapping: bool) -> None:
     def read(**options: Any) -> tz.Precision:

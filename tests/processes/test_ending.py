@@ -104,6 +104,23 @@ def test_one_end_that_fails_does_not_keep_the_next_one_from_coming(capfd: pytest
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
+def test_one_end_that_fails_at_exit_does_not_keep_the_others_from_coming() -> None:
+    code = """
+from terrazzo.processes.ending import Ending, start_thread
+import threading
+class Owner: ...
+owners, asked = [Owner() for _ in range(4)], threading.Event()
+def ask():
+    asked.set()
+    raise KeyError("asked")
+start_thread("waits", asked.wait, ask)
+kept = [Ending(owner, work) for owner, work in zip(owners, [lambda: 1 // 0, lambda: print("ended")] * 2)]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ended\n" * 2
+    assert [done.stderr.count(error) for error in ("ZeroDivisionError:", "KeyError:")] == [2, 1]
+
+
 @contextmanager
 def locks_of_the_interpreter() -> Iterator[None]:
     """What a thread that starts or ends holds when it meets garbage."""

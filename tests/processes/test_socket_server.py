@@ -72,9 +72,13 @@ def test_a_thread_that_cannot_be_had_is_not_the_end(monkeypatch: pytest.MonkeyPa
 def test_it_ends_with_its_socket() -> None:
     before = set(threading.enumerate())
     listener = listening([])
-    serve(listener, say)
-    (thread,) = set(threading.enumerate()) - before
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
+    close = serve(listener, say)
+    assert called(listener, b"one") == b"heard"
+    (thread,) = {each for each in set(threading.enumerate()) - before if each._target.__name__ == "_accept"}  # type: ignore[attr-defined]
+    address = listener.getsockname()
+    close()
+    with pytest.raises(ConnectionRefusedError):  # by a socket that a thread waits at, too
+        socket.create_connection(address, 5)
     thread.join(5)
     assert not thread.is_alive()
+    close()

@@ -358,6 +358,22 @@ def test_a_slurm_task_counts_the_ranks_of_its_own_node(
     assert os.environ["LOCAL_WORLD_SIZE"] == str(here)
 
 
+def test_a_slurm_task_that_is_not_told_who_is_on_its_node_asks_the_job_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {"PROCID": "5", "STEP_ID": "0", "STEP_NUM_TASKS": "8", "NODEID": "1", "LOCALID": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(BadInput, match=r"one of 8 tasks of Slurm.*SLURM_TASKS_PER_NODE"):
+        adopt_slurm()
+    assert not is_rank()
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
+    adopt_slurm()
+    assert os.environ["LOCAL_WORLD_SIZE"] == "4"
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("missing", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_rank_that_is_told_half_of_where_it_is_is_refused(

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,7 +120,7 @@ def test_without_a_number_there_is_a_rank_for_each_gpu(asked: list[Any], monkeyp
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
 TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
-SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_TASKS_PER_NODE": "4"}
 
 
 @pytest.mark.parametrize(
@@ -167,6 +168,39 @@ def test_lines_are_labelled_once_they_are_whole(capfd: pytest.CaptureFixture[str
     assert not labelled.read()
     labelled.close()
     assert capfd.readouterr().out == "[rank 1] la\n"
+
+
+def test_a_full_disk_is_said_once_and_ranks_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        for _ in range(2):
+            labelled = LabelledOutput("[rank 1] ", full.fileno())
+            os.write(labelled.theirs, b"one\n")
+            assert labelled.read()
+            labelled.close_writing_end()
+            labelled.close()
+    said = "Output of the ranks cannot be written (No space left on device), and they go on.\n"
+    assert capfd.readouterr().err == said
+
+
+def test_a_reader_who_is_behind_is_waited_for() -> None:
+    source, target = os.pipe()
+    os.set_blocking(target, False)
+    lines = b"".join(b"%d\n" % number for number in range(20_000))  # more than the pipe holds
+    labelled, read = LabelledOutput("r ", target), bytearray()
+
+    def read_all() -> None:
+        while data := os.read(source, 1 << 16):
+            read.extend(data)
+
+    reader = threading.Thread(target=read_all)
+    reader.start()
+    labelled._write(lines.splitlines())
+    labelled.close_writing_end()
+    labelled.close()
+    os.close(target)
+    reader.join()
+    os.close(source)
+    assert bytes(read) == b"".join(b"r " + line + b"\n" for line in lines.splitlines())
 
 
 def test_a_stop_that_was_asked_for_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,7 @@ from terrazzo.engine.interception.unattached_optimizers import on_unattached_ste
 from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.mesh.meshes import data_mesh, named_mesh
 from terrazzo.engine.model.ema import EMA
-from terrazzo.engine.model.engine import Engine, engine_of, is_sharded
+from terrazzo.engine.model.engine import Engine, engine_of, find_engine, is_sharded
 from terrazzo.engine.model.training_calls import accumulate, clip_grad_norm_, gathered
 from terrazzo.engine.model.unused_gradients import UnusedGradients, unused_gradients
 from terrazzo.engine.offload.options import Offload
@@ -180,6 +180,7 @@ __all__ = [
     "data_mesh",
     "engine_of",
     "estimate",
+    "find_engine",
     "find_units",
     "gathered",
     "give_up",

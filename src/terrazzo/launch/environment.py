@@ -91,6 +91,9 @@ def adopt_slurm() -> None:
     """Inside one of several `srun` tasks, set the variables that torchrun would have set. Elsewhere nothing happens.
 
     A lone task is no rank, as a shell may be one: the ranks of its machine are still to be started.
+
+    Raises:
+        BadInput: Slurm does not say how many of the tasks run on each node.
     """
     env = os.environ
     if is_rank() or "SLURM_PROCID" not in env or not ({"SLURM_STEP_ID", "SLURM_STEPID"} & set(env)):
@@ -99,8 +102,15 @@ def adopt_slurm() -> None:
     tasks = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", "1")
     if tasks == "1":
         return
+    told = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
+    if not told:
+        raise BadInput(
+            f"This is one of {tasks} tasks of Slurm, and neither SLURM_STEP_TASKS_PER_NODE nor SLURM_TASKS_PER_NODE "
+            "says how many of them are on each node: start them with srun, which sets both, or set the second one, to "
+            "4(x2) for four on each of two nodes."
+        )
+    per_node = _tasks_per_node(told)
     env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = env["SLURM_PROCID"], tasks, env.get("SLURM_LOCALID", "0")
-    per_node = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", tasks))
     env["LOCAL_WORLD_SIZE"] = str(per_node[int(env["SLURM_NODEID"])] if len(set(per_node)) > 1 else per_node[0])
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "localhost")
     env.setdefault("MASTER_ADDR", first_host(nodes))

@@ -125,11 +125,16 @@ class Ending:
 
 def _reap(notes: queue.SimpleQueue[Ending | None]) -> None:
     while (ending := notes.get()) is not None:
-        try:
-            ending()
-        except Exception:  # the others are still to be done
-            traceback.print_exc()
+        _guarded(ending)
         del ending
+
+
+def _guarded(work: Callable[[], object]) -> None:
+    """Do `work`, and print what it raises: other work is still to be done."""
+    try:
+        work()
+    except Exception:
+        traceback.print_exc()
 
 
 _notes: queue.SimpleQueue[Ending | None] = queue.SimpleQueue()
@@ -144,14 +149,14 @@ _open: set[Ending] = set()
 def _end_all() -> None:
     began = time.monotonic()
     for thread in sorted(_threads, key=lambda thread: -thread.number):  # newer ones may wait for older ones
-        thread.ask()
+        _guarded(thread.ask)
         thread.join(max(0.0, began + thread.patience_s - time.monotonic()))
         if thread.is_alive():
-            thread.break_off()
+            _guarded(thread.break_off)
             thread.join(_LAST_PATIENCE_S)
     _await_gloo()
     for ending in list(_open):
-        ending()
+        _guarded(ending)
 
 
 def _await_gloo() -> None:

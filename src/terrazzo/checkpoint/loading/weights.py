@@ -13,7 +13,7 @@ from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.checkpoint.loading.load import open_source
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
-from terrazzo.engine import is_sharded, parameter_table, parameters_by_names, persistent_buffers
+from terrazzo.engine import find_engine, is_sharded, parameter_table, parameters_by_names, persistent_buffers
 from terrazzo.errors import BadInput
 from terrazzo.exchange import together
 
@@ -46,7 +46,7 @@ def weights_for(
     Raises:
         BadInput: as of `open_source`, and for parts of a tensor that have different dtypes.
     """
-    sharded = is_sharded(model)
+    sharded = find_engine(model) is not None
     source = together(lambda: open_source(path), BadInput) if sharded else open_source(path)
     groups = [*parameters_by_names(model), *(buffer.names for buffer in persistent_buffers(model))]
     groups = [[named(name) for name in names] for names in groups if part is None or part not in names[0]]

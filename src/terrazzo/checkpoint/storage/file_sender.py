@@ -6,7 +6,6 @@ answer, behind which the bytes come. `multi_host` has the side that receives.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import json
 import os
@@ -45,9 +44,9 @@ class FileSender:
     """
 
     def __init__(self, root: Path, key: str, listener: socket.socket) -> None:
-        self._root, self._key, self._listener = root, key, listener
+        self._root, self._key = root, key
         self._receivers, self._expected, self._changed = 0, "", threading.Condition()
-        serve(listener, self._handle)
+        self._close = serve(listener, self._handle)
 
     def expect(self, name: str) -> None:
         """A receiver is to come for the checkpoint of that name, and `close` waits for it; empty: none is to come.
@@ -61,9 +60,7 @@ class FileSender:
         """Send no more, once all receivers that are there or expected have hung up, or that long has passed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._receivers and not self._expected, patience_s)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # a thread that accepts does not notice `close`
-        self._listener.close()
+        self._close()
 
     def _handle(self, receiver: socket.socket) -> None:
         lines, names = receiver.makefile("rb"), set[str]()

@@ -40,7 +40,7 @@ from terrazzo.errors import Misuse
 from terrazzo.marks import is_sharded
 from terrazzo.processes.ending import require_own
 
-__all__ = ["Engine", "engine_of", "is_sharded"]
+__all__ = ["Engine", "engine_of", "find_engine", "is_sharded"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -301,13 +301,19 @@ class Engine:
         return described(self.sharding, self.units, self.why_units)
 
 
+def find_engine(model: nn.Module) -> Engine | None:
+    """The engine of a model, or None if it is not sharded; one that waits for it since `fully_shard` is sharded."""
+    engine = getattr(model, "_terrazzo", None)
+    return engine if isinstance(engine, Engine) else None
+
+
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a sharded model.
 
     Raises:
         Misuse: a model that is not sharded.
     """
-    engine = getattr(model, "_terrazzo", None)
-    if not isinstance(engine, Engine):
+    engine = find_engine(model)
+    if engine is None:
         raise Misuse(f"This {type(model).__name__} is not sharded. Call tz.shard(model, optimizer, plan=...) first.")
     return engine

@@ -19,6 +19,7 @@ from terrazzo.engine.model.torch_wrappers import check_unwrapped
 from terrazzo.engine.plan.precision import MOMENTS_NAMES, Precision
 from terrazzo.engine.states.model_state import is_dtensor
 from terrazzo.errors import BadInput, Misuse
+from terrazzo.marks import waits_for_root
 from terrazzo.messages import listed, warn
 from terrazzo.words import DTYPE_FIELDS
 
@@ -52,6 +53,11 @@ def check_model(model: nn.Module) -> None:
     if sharded:
         which = f"Its module {sharded[0]!r}" if sharded[0] else f"This {type(model).__name__}"
         raise Misuse(f"{which} is already sharded. Build a new model to shard it differently.")
+    if any(waits_for_root(module) for module in model.modules()):
+        raise Misuse(
+            f"fully_shard was called on modules of this {type(model).__name__}, and shards it when it first runs: call "
+            "either that, on the model last, or tz.shard."
+        )
     check_unwrapped(model)
     parameters = dict(model.named_parameters())
     taken = [name for name, parameter in parameters.items() if note_of(parameter) is not None]

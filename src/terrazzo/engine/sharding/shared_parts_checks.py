@@ -21,7 +21,7 @@ from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES
+from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, waits_for_root
 from terrazzo.messages import listed
 
 __all__ = [
@@ -171,6 +171,11 @@ def check_uncut(model: nn.Module) -> None:
         Misuse: there.
     """
     for name, module in model.named_modules():
+        if waits_for_root(module):
+            raise Misuse(
+                f"tz.parallelize was given a model that fully_shard was called on (at {name or 'its root'!r}): call "
+                "tz.parallelize before, and tz.shard in place of fully_shard."
+            )
         attributes = (attribute for attribute, _ in module.named_parameters(recurse=False))
         if is_sharded(module) or any(record_of(module, attribute) is not None for attribute in attributes):
             raise Misuse(

@@ -18,6 +18,7 @@ from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2.module import FSDPModule, ModuleMark
 from terrazzo.integrations.fsdp2.sharding import SHARDED, WAITING, realize, rows_of
 from terrazzo.integrations.fsdp2.states import place
+from terrazzo.marks import MARKED_TO_SHARD
 
 __all__ = ["fully_shard"]
 
@@ -86,7 +87,7 @@ def _mark(module: nn.Module, arguments: dict[str, Any]) -> None:
     if callable(own := getattr(kind, "generate", None)):
         names["generate"] = _once_sharded(own)
     module.__class__ = type(kind.__name__, (FSDPModule, kind), names)
-    module.__dict__["_mark"] = ModuleMark(arguments, realize, rows_of)
+    module.__dict__["_mark"] = MARKED_TO_SHARD.leave(module, ModuleMark(arguments, realize, rows_of))
     place(module.parameters(), arguments["mesh"])
     WAITING.add(module)
 

@@ -102,14 +102,14 @@ class FSDPModule(TorchFSDPModule):
         """The engine, for whoever asks for that of a sharded model: asking shards a model that is not yet."""
         if self._mark.root is None:
             self._mark.realize(self)
-        if "_engine" not in self.__dict__:
+        if "_terrazzo" not in self.__dict__:
             raise AttributeError("_terrazzo")  # not a root
-        engine: Engine = self.__dict__["_engine"]
+        engine: Engine = self.__dict__["_terrazzo"]
         return engine
 
     @_terrazzo.setter
     def _terrazzo(self, engine: Engine) -> None:
-        self.__dict__["_engine"] = engine
+        self.__dict__["_terrazzo"] = engine  # where `is_sharded` looks
 
     def _root(self) -> nn.Module:
         if self._mark.root is None:

@@ -14,6 +14,7 @@ from terrazzo.engine import engine_of, parameters_by_names, persistent_buffers, 
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import together
 from terrazzo.integrations.peft.names import BASE_LAYER, base_model, base_name, saved_names
+from terrazzo.integrations.peft.prepare import require_unmerged
 from terrazzo.messages import listed
 
 __all__ = ["save_merged"]
@@ -30,8 +31,8 @@ def save_merged(model: nn.Module, folder: str | Path, adapter: str = "default") 
 
     Raises:
         BadInput: `folder` exists, or an adapter that is more than a product added to a matrix (DoRA, embeddings,
-            convolutions, biases of its own, modules_to_save), or on a matrix that other modules have, too; a model in
-            stages.
+            convolutions, biases of its own, modules_to_save), or on a matrix that other modules have, too; adapters
+            that were merged before `tz.shard`; a model in stages.
         SaveFailed: a file could not be written; nothing is left.
     """
     if (axes := engine_of(model).axes).stage_axis:
@@ -40,6 +41,7 @@ def save_merged(model: nn.Module, folder: str | Path, adapter: str = "default") 
             "of its own layers alone. Use save_adapter, and merge in one process: PeftModel.from_pretrained(base,"
             " folder).merge_and_unload()."
         )
+    require_unmerged(model)
     layers, base = dict(_mergeable(model, adapter)), base_model(model)
     own = saved_names(model, adapter).values()
     pairs = [name for name in own if ".lora_A." in name or ".lora_B." in name]

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from terrazzo.errors import BadInput
 from terrazzo.integrations.peft.names import base_model, peft_model
+from terrazzo.messages import listed
 
-__all__ = ["prepare_adapters"]
+__all__ = ["prepare_adapters", "require_unmerged"]
 
 
 def prepare_adapters(model: nn.Module) -> None:
@@ -22,7 +23,8 @@ def prepare_adapters(model: nn.Module) -> None:
     otherwise be drawn like the weights of the base.
 
     Raises:
-        BadInput: not a PEFT model, a quantized base, prompts that are learnt, or an initialisation that needs weights.
+        BadInput: not a PEFT model, a quantized base, prompts that are learnt, adapters that are merged, or an
+            initialisation that needs weights.
     """
     base = base_model(model)
     if getattr(base, "is_quantized", False) or any(not p.is_floating_point() for p in base.parameters()):
@@ -34,8 +36,21 @@ def prepare_adapters(model: nn.Module) -> None:
     for config in peft_model(model).peft_config.values():
         if config.is_prompt_learning:
             raise BadInput(f"Adapters of type {config.peft_type.value} add prompts; use one that adds to layers: LoRA.")
+    require_unmerged(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         _initialise_as_peft(model, base)
+
+
+def require_unmerged(model: nn.Module) -> None:
+    """Raise `BadInput` if an adapter is added to the base already: PEFT then trains none, and the base is another."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and (merged := module.merged_adapters):
+            raise BadInput(
+                f"{name} has {listed([*map(repr, merged)])} added to its matrix already, which is then the base's no "
+                "more. Call model.unmerge_adapter() before tz.shard."
+            )
 
 
 def _initialise_as_peft(model: nn.Module, base: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 
 __all__ = ["LabelledOutput"]
 
@@ -51,9 +52,26 @@ class LabelledOutput:
 
     def _write(self, lines: list[bytes]) -> None:
         left = memoryview(b"".join(self._label + _last_state(line) + b"\n" for line in lines))
-        with contextlib.suppress(BrokenPipeError):  # nobody reads any more, and the ranks go on
-            while left:
+        while left:
+            try:
                 left = left[os.write(self._target, left) :]
+            except BlockingIOError:  # whoever reads has made it so, and is behind
+                select.select([], [self._target], [])
+            except OSError as error:  # nobody reads any more, or a full disk: the ranks go on
+                _say_once(self._target, error)
+                return
+
+
+def _say_once(target: int, error: OSError) -> None:
+    """Say on stderr that lines of ranks are lost, unless somebody has left on purpose, as `| head` does."""
+    if not isinstance(error, BrokenPipeError) and target not in _LOST:
+        _LOST.add(target)
+        with contextlib.suppress(OSError):  # it may be as full
+            os.write(2, f"Output of the ranks cannot be written ({error.strerror}), and they go on.\n".encode())
+
+
+_LOST: set[int] = set()
+"""Descriptors of which it has been said that lines are lost."""
 
 
 def _last_state(line: bytes) -> bytes:

@@ -60,10 +60,10 @@ class _Ending:
 
     def leave(self, leaving: SystemExit) -> None:
         """Report an end by `sys.exit`, for which Python has no hook."""
-        code = leaving.code if isinstance(leaving.code, int) else FAILED
+        code = leaving.code & 0xFF if isinstance(leaving.code, int) else FAILED  # as the system will
         if leaving.code is not None and code not in (0, PREEMPTED) and os.getpid() == self._pid:
             message = f"sys.exit({leaving.code!r}) was called on rank {self._rank}."
-            self._launcher.fail(Failure(self._rank, time.monotonic_ns(), code & 0xFF, message), leaving)
+            self._launcher.fail(Failure(self._rank, time.monotonic_ns(), code, message), leaving)
 
 
 def _main() -> None:

@@ -83,14 +83,14 @@ class WardenLinks:
         self, places: Sequence[RunMachine], own: int, key: str, listener: socket.socket, reached: Collection[int] = ()
     ) -> None:
         self.others = {number: place for number, place in enumerate(places) if number != own}
-        self._own, self._key, self._listener = own, key, listener
+        self._own, self._key = own, key
         self._reports: dict[int, Report] = {}
         self._message = ""
         self._ended = threading.Event()
         self._began = time.monotonic_ns()
         self._answered = dict.fromkeys(reached, self._began)  # when the kernel of each has last done so
         self._speaking = [self._thread(self._speak, number, place) for number, place in self.others.items()]
-        serve(listener, self._listen)
+        self._close = serve(listener, self._listen)
 
     def _thread(self, work: Callable[..., None], *arguments: Any) -> threading.Thread:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
@@ -154,7 +154,7 @@ class WardenLinks:
         deadline = time.monotonic() + _PATIENCE_S
         for thread in self._speaking:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._listener.close()
+        self._close()
 
     def _speak(self, number: int, place: RunMachine) -> None:
         while not self._ended.is_set():

@@ -77,7 +77,7 @@ class _Schedule:
 
 @dataclass(eq=False)
 class WarmupLR(_Schedule):
-    """From `warmup_min_lr` to `warmup_max_lr` (default: each group's own rate), then constant."""
+    """From `warmup_min_lr` to `warmup_max_lr` (default: the first group's rate, for all), then constant."""
 
     optimizer: Optimizer
     warmup_min_lr: Rates = 0.0
@@ -88,7 +88,7 @@ class WarmupLR(_Schedule):
 
     def get_lr(self) -> list[float]:
         share = _climb(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
-        high = self.own if self.warmup_max_lr is None else self.warmup_max_lr
+        high = self.own[0] if self.warmup_max_lr is None else self.warmup_max_lr
         return self._between(self.warmup_min_lr, high, 1.0 if share is None else share)
 
 
