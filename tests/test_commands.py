@@ -196,6 +196,8 @@ def test_a_printed_command_is_one_that_the_shell_finds(
     monkeypatch.setenv("PATH", str(beside) if active else "/nowhere")
     monkeypatch.chdir(tmp_path)
     assert terrazzo_command() == ("terrazzo" if active else "'my folder/.venv/bin/terrazzo'")
+    monkeypatch.chdir(beside)
+    assert terrazzo_command() == ("terrazzo" if active else "./terrazzo")
     (beside / "terrazzo").unlink()
     assert terrazzo_command() == f"'{beside}/python' -m terrazzo"
 

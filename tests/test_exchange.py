@@ -69,6 +69,21 @@ def test_only_what_the_system_refuses_is_bad_input_and_a_bug_is_shown_as_one(
     assert not TerrazzoError.lasts
 
 
+def test_an_error_is_shown_as_following_from_this_ranks_own_only_where_it_does() -> None:
+    def fail(rank: int) -> None:
+        raise [KeyError("chat"), OSError("full")][rank]
+
+    def body(rank: int) -> tuple[str, str]:
+        with pytest.raises(TerrazzoError) as caught:
+            together(lambda: fail(rank), tz.BadInput)
+        return str(caught.value), repr(caught.value.__cause__)
+
+    (said, cause), (other, others_cause) = run_in_threads(2, body)
+    assert (said, cause) == ("rank 0: KeyError: 'chat'", "KeyError('chat')")
+    assert other.startswith(f"{said}\nTraceback")
+    assert others_cause == "None"
+
+
 def test_an_error_of_a_kind_below_the_tree_is_of_the_nearest_kind_in_it() -> None:
     class Damaged(tz.Misuse):
         """Of the name of another."""

@@ -34,10 +34,11 @@ def test_a_name_is_imported_when_it_is_asked_for(tmp_path: Path, monkeypatch: py
         "from typing import TYPE_CHECKING\n"
         "from terrazzo.lazy import lazily\n"
         "if TYPE_CHECKING:\n    from lazy_package.heavy import weight\n"
-        "else:\n    __getattr__ = lazily(__name__)\n"
+        "else:\n    __getattr__, __dir__ = lazily(__name__)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("lazy_package")
+    assert {"weight", "lazily"} <= set(dir(module))
     assert "lazy_package.heavy" not in sys.modules
     assert module.weight == 7
     assert "lazy_package.heavy" in sys.modules

@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from terrazzo.parallel.mesh import mesh
     from terrazzo.planner.api import plan
 else:
-    __getattr__ = lazily(__name__)
+    __getattr__, __dir__ = lazily(__name__)
 
 __version__ = "0.1.0"
 

@@ -84,7 +84,7 @@ def together(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
             the traceback, for any other, which is a bug.
     """
     attempt = _Attempt.of(work, failed)
-    _refuse(gather_json(attempt.problem), attempt.error)
+    _refuse(gather_json(attempt.problem), attempt)
     return attempt.result  # type: ignore[return-value]
 
 
@@ -117,7 +117,7 @@ def on_first(work: Callable[[], T], failed: type[TerrazzoError] = SaveFailed) ->
     """
     attempt = _Attempt.of(lambda: json.dumps(work()), failed) if dist.get_rank() == 0 else _Attempt[str]()
     told, problem = broadcast_json([attempt.result, attempt.problem])
-    _refuse([problem], attempt.error)
+    _refuse([problem], attempt)
     value: T = json.loads(told)
     return value
 
@@ -154,8 +154,9 @@ def _told(error: Exception, failed: type[TerrazzoError]) -> _ProblemText:
     return [TerrazzoError.__name__, text, "".join(traceback.format_exception(error)).rstrip()]
 
 
-def _refuse(problems: list[_ProblemText | None], own: Exception | None) -> None:
-    """Raise the first problem of all ranks, if there is one, from this rank's `own` error if it has one."""
+def _refuse(problems: list[_ProblemText | None], own: _Attempt[Any]) -> None:
+    """Raise the first problem of all ranks, if there is one; from this rank's error, if it is that one."""
     if (first := next((problem for problem in problems if problem is not None), None)) is not None:
         kind, text, trace = first
-        raise BY_NAME[kind](f"{text}\n{trace}" if trace and own is None else text) from own
+        cause = own.error if own.problem == first else None
+        raise BY_NAME[kind](f"{text}\n{trace}" if trace and cause is None else text) from cause

@@ -16,8 +16,8 @@ from typing import Any
 __all__ = ["lazily"]
 
 
-def lazily(package: str) -> Callable[[str], Any]:
-    """A `__getattr__` for `package`, which imports what the package's `__init__` imports under `if TYPE_CHECKING`.
+def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A `__getattr__` and a `__dir__` for `package`: of what its `__init__` imports under `if TYPE_CHECKING`.
 
     So each name is written once, and type checkers, editors and the rules of `tools.lint` see what is imported.
     """
@@ -31,7 +31,10 @@ def lazily(package: str) -> Callable[[str], Any]:
         setattr(sys.modules[package], name, value)  # the next one finds it without asking
         return value
 
-    return ask
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *_homes(package)})
+
+    return ask, names
 
 
 @functools.cache

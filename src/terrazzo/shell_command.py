@@ -20,7 +20,10 @@ def terrazzo_command() -> str:
     on_path = shutil.which(_NAME)
     if on_path is not None and Path(on_path).samefile(beside):
         return _NAME
-    return shlex.quote(str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside))
+    if not beside.is_relative_to(Path.cwd()):
+        return shlex.quote(str(beside))
+    relative = str(beside.relative_to(Path.cwd()))
+    return shlex.quote(relative if "/" in relative else f"./{relative}")  # a bare name is looked up on the path
 
 
 def fold_command(label: str, command: str, width: int) -> str:

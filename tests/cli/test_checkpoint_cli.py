@@ -578,7 +578,9 @@ def test_what_cannot_be_converted_is_refused_before_any_work(saved: Path, torch_
         ([source, out, "--to", "hf", "--reference", tmp_path], "has no readable config.json"),
         ([source, out, "--to", "dcp", "--dtype", "bf16"], "--dtype is for --to hf"),
         ([source, out, "--to", "hf", "--dtype", "bf17"], "there are: fp32, bf16, fp16"),
+        ([source, out, "--to", "hf", "--dtype", "int4"], "--dtype is 'int4'"),
         ([source, out, "--to", "hf", "--max-shard-size", "5XB"], "such as 500MB"),
+        ([source, out, "--to", "hf", "--max-shard-size", "5"], "such as 500MB"),
         ([source, "memory://x/out", "--to", "dcp"], "local folders only"),
         ([source, tmp_path / ".out", "--to", "terrazzo"], "hidden names"),
     ]

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 import terrazzo as tz
 from terrazzo.errors import BadInput
 from terrazzo.integrations import deepspeed
+from terrazzo.integrations.deepspeed.answers import Answers
 from terrazzo.integrations.deepspeed.optimizers import build_optimizer
 from terrazzo.integrations.deepspeed.requested import Configuration, read
 
@@ -231,6 +233,13 @@ def test_another_launcher_is_not_asked_where_the_script_says_so(
         monkeypatch.setenv(f"SLURM_{name}", value)
     deepspeed.init_distributed(auto_mpi_discovery=False, rank=0, world_size=1)
     assert ([each["rank"] for each in joined], os.environ["WORLD_SIZE"]) == ([0], "1")
+
+
+def test_without_an_optimizer_there_is_no_name_of_one() -> None:
+    engine: Any = SimpleNamespace(configuration={}, optimizer=None)
+    assert Answers.optimizer_name(engine) is None
+    engine.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    assert Answers.optimizer_name(engine) == "sgd"
 
 
 def test_terrazzo_has_initialize() -> None:

@@ -15,6 +15,8 @@ from torch.utils.data import DistributedSampler
 
 from terrazzo.errors import BadInput
 from terrazzo.integrations.deepspeed.__main__ import main
+from terrazzo.integrations.shared.script_runner import run_and_exit
+from terrazzo.processes.tether import become
 from tests.helpers import programs
 
 pytestmark = pytest.mark.processes
@@ -118,6 +120,29 @@ def test_the_runner_refuses_what_a_script_uses_and_the_door_has_not(
     ):
         main([str(script)])
     assert main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "traced"), [("BadInput", 2, False), ("Misuse", 1, True), ("Diverged", 83, False)]
+)
+def test_an_error_ends_the_script_with_its_code_and_says_where_it_came_from_if_it_must(
+    kind: str,
+    code: int,
+    traced: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import terrazzo\nraise terrazzo.{kind}('what happened')\n")
+    for name in ("path", "argv"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    with pytest.raises(SystemExit) as ended:
+        run_and_exit(become, [str(script)])
+    said = capsys.readouterr().err
+    assert ended.value.code == code
+    assert said.endswith(f"{kind}: what happened\n")
+    assert ("script.py" in said, said.count("\n") > 1) == (traced, traced)
 
 
 @pytest.mark.parametrize("words", [("script.py",), ("-m", "script")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import warnings
@@ -16,8 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
+from terrazzo.errors import BadInput
 from tests.helpers import programs
 from tests.helpers.processes import Pool
+from tests.helpers.threads import run_in_threads
 from tests.integrations import killed
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -26,6 +29,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO  # noqa: E402
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment  # noqa: E402
 
 from terrazzo.integrations.lightning import TerrazzoStrategy  # noqa: E402
+from terrazzo.integrations.lightning.checkpoint_folder import read_file  # noqa: E402
 from terrazzo.integrations.lightning.plain_state import from_json, to_json  # noqa: E402
 
 Weights = dict[str, Tensor]
@@ -418,3 +422,22 @@ def test_the_example_starts_its_own_ranks(tmp_path: Path) -> None:
     done = programs.run(str(script), cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout_s=120)
     assert done.returncode == 0, done.stderr
     assert "after 24 steps" in done.stdout
+
+
+def test_a_file_with_objects_of_classes_is_refused_with_the_class_and_the_edit(tmp_path: Path) -> None:
+    torch.save({"hyper_parameters": argparse.Namespace(lr=0.1)}, tmp_path / "last.ckpt")
+    (tmp_path / "text.ckpt").write_text("nothing of the kind")
+
+    def body(rank: int) -> list[str]:
+        said = []
+        for name in ("last", "text"):
+            with pytest.raises(BadInput) as caught:
+                read_file(str(tmp_path / f"{name}.ckpt"))
+            said.append(str(caught.value))
+        return said
+
+    (classes, text), again = run_in_threads(2, body)
+    assert again == [classes, text]
+    assert "holds an object of argparse.Namespace" in classes
+    assert "vars(args)" in classes
+    assert "is no file of tensors" in text

@@ -345,6 +345,10 @@ def test_a_config_of_bitsandbytes_says_how_a_base_is_kept(as_mapping: bool) -> N
         read(load_in_8bit=True)
     with pytest.raises(BadInput, match="llm_int8_skip_modules names 'up_proj'"):
         read(**usual, llm_int8_skip_modules=["up_proj"])
+    with pytest.raises(BadInput, match="bnb_4bit_compute_dtype is 'int8', expected one of fp32, bf16"):
+        precision_of({**usual, "bnb_4bit_compute_dtype": "int8"})
+    with pytest.raises(BadInput, match="precision_of was given None: pass a BitsAndBytesConfig"):
+        precision_of(None)
 
 
 def test_quantized_bases_and_prompts_are_refused() -> None:

@@ -180,6 +180,20 @@ def test_an_unmodified_script_runs_by_the_runner(two_processes: Pool, tmp_path: 
     assert [entry["loss"] for entry in history if "loss" in entry] == losses
 
 
+@pytest.mark.parametrize("words", [["--plan", "zeroo"], ["--precision", "bf61"]])
+def test_a_plan_that_there_is_not_is_refused_before_the_script_begins(words: list[str], tmp_path: Path) -> None:
+    import transformers
+
+    from terrazzo.errors import BadInput
+    from terrazzo.integrations.transformers.__main__ import main
+
+    theirs = transformers.Trainer
+    (tmp_path / "script.py").write_text("raise KeyError('begun')\n")
+    with pytest.raises(BadInput, match=words[1]):
+        main([*words, str(tmp_path / "script.py")])
+    assert transformers.Trainer is theirs
+
+
 def _example(folder: Path, name: str, *words: str) -> list[str]:
     """Run an example as a user does, in `folder`; what it wrote there."""
     for_accelerate()

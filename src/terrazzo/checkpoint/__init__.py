@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from terrazzo.checkpoint.source import Source
     from terrazzo.checkpoint.storage.store import step_of
 else:
-    __getattr__ = lazily(__name__)
+    __getattr__, __dir__ = lazily(__name__)
 
 __all__ = [
     "Resumed",

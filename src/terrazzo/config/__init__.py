@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from terrazzo.config.sections.plan import MeshConfig, PlanConfig
     from terrazzo.config.sections.schedule import ScheduleConfig
 else:
-    __getattr__ = lazily(__name__)
+    __getattr__, __dir__ = lazily(__name__)
 
 __all__ = [
     "CONFIG_KEYS",

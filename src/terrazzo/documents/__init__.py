@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from terrazzo.documents.shell.arguments import parse_arguments, write_arguments
     from terrazzo.documents.yaml_text import PARSER, IsText, comments, write_yaml
 else:
-    __getattr__ = lazily(__name__)
+    __getattr__, __dir__ = lazily(__name__)
 
 __all__ = [
     "MAX_BYTES",

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from terrazzo.telemetry.steps.step_recorder import StepRecorder
     from terrazzo.telemetry.watchdog.live_ranks import LiveRanks
 else:
-    __getattr__ = lazily(__name__)
+    __getattr__, __dir__ = lazily(__name__)
 
 __all__ = [
     "VERDICT",

@@ -25,7 +25,7 @@ from terrazzo.words import dtype_named
 __all__ = ["convert_checkpoint"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 WANTED = f"give --reference FOLDER, which holds the model's {CONFIG_FILE} and tokenizer."
 
 
@@ -64,7 +64,7 @@ def _export_keywords(options: HuggingFaceOptions) -> dict[str, Any]:
     if options.dtype is not None:
         dtype = dtype_named(options.dtype)
         if dtype not in DTYPES:
-            raise BadInput(f"--dtype is '{dtype}'; there are: {', '.join(DTYPES)}.")
+            raise BadInput(f"--dtype is '{options.dtype}'; there are: {', '.join(DTYPES)}.")
         keywords["dtype"] = DTYPES[dtype]
     if options.max_shard_size is not None:
         keywords["max_shard_bytes"] = _parse_size(options.max_shard_size)
@@ -72,8 +72,8 @@ def _export_keywords(options: HuggingFaceOptions) -> dict[str, Any]:
 
 
 def _parse_size(text: str) -> int:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMG]I?B)?", text.upper())
-    if match is None or not (size_bytes := int(float(match[1]) * UNITS[match[2] or ""])):
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMG]I?B)", text.upper())
+    if match is None or not (size_bytes := int(float(match[1]) * UNITS[match[2]])):
         raise BadInput(f"--max-shard-size is '{text}', expected a size such as 500MB, 5GB or 2GiB.")
     return size_bytes
 

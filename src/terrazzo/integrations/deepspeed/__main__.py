@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from terrazzo.errors import TerrazzoError
 from terrazzo.integrations import deepspeed as replacement
 from terrazzo.integrations.deepspeed.absent import AbsentName
+from terrazzo.integrations.shared.script_runner import run_and_exit
 from terrazzo.processes.tether import become
 
 __all__ = ["main"]
@@ -69,7 +69,4 @@ class _AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except TerrazzoError as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
+    run_and_exit(main, sys.argv[1:])

@@ -64,9 +64,12 @@ class Answers:
     def zero_optimization_stage(self) -> int:
         return self.configuration.stage
 
-    def optimizer_name(self) -> str:
-        """The JSON's word for it, in lower case, else its class."""
-        return str(self.configuration.get("optimizer.type") or type(self.optimizer).__name__).lower()
+    def optimizer_name(self) -> str | None:
+        """The JSON's word for it, in lower case, else its class; None without one."""
+        named = self.configuration.get("optimizer.type")
+        if self.optimizer is None and not named:
+            return None
+        return str(named or type(self.optimizer).__name__).lower()
 
     def get_lr(self) -> list[float]:
         """The rate of each param group."""

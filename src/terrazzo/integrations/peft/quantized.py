@@ -26,8 +26,13 @@ def precision_of(quantization: object, precision: Precision | str = "bf16") -> P
             loss is scaled.
 
     Raises:
-        BadInput: 8 bits, FP4, or modules that are left out by name.
+        BadInput: no config, 8 bits, FP4, a dtype to compute in that is none, or modules that are left out by name.
     """
+    if not isinstance(quantization, Mapping) and not hasattr(quantization, "__dict__"):
+        raise BadInput(
+            f"precision_of was given {quantization!r}: pass a BitsAndBytesConfig, or a mapping of its keys. A model "
+            "without one is not quantized, and has the precision that tz.shard is given."
+        )
     keys = quantization if isinstance(quantization, Mapping) else vars(quantization)
     config = {key.removeprefix("_"): value for key, value in keys.items()}
     if not config.get("load_in_4bit"):
@@ -48,6 +53,8 @@ def precision_of(quantization: object, precision: Precision | str = "bf16") -> P
     base = Precision.named(precision) if isinstance(precision, str) else precision
     compute = config.get("bnb_4bit_compute_dtype") or base.compute
     if not isinstance(compute, torch.dtype):
-        compute = DTYPES[dtype_named(compute)]
+        if (name := dtype_named(compute)) not in DTYPES:
+            raise BadInput(f"bnb_4bit_compute_dtype is {compute!r}, expected one of {', '.join(DTYPES)}.")
+        compute = DTYPES[name]
     scaling = Precision.named("fp16").loss_scaling if compute == torch.float16 else None
     return replace(base, frozen=form, compute=compute, loss_scaling=base.loss_scaling or scaling)

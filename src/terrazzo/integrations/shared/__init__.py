@@ -9,5 +9,6 @@ from_description  the `EngineSetup` that the neutral description of a configurat
 first_rank        warnings and other lines of the first rank alone
 owners            whose an optimizer is
 checkpoints       a checkpoint saved over one of the same name, opened on all ranks, and resumed from
+script_runner     a script that `python -m` of an integration runs, and the end of it
 generation        of text, by ranks together
 """

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import transformers
 
+from terrazzo.integrations.shared.script_runner import run_and_exit
 from terrazzo.integrations.transformers import TerrazzoArguments, TerrazzoTrainerMixin, Trainer
 from terrazzo.processes.tether import become
 
@@ -18,7 +19,11 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the script that `arguments` name, with what follows it as its own."""
+    """Run the script that `arguments` name, with what follows it as its own.
+
+    Raises:
+        BadInput: no such plan or precision; the script has not begun.
+    """
     parser = argparse.ArgumentParser("python -m terrazzo.integrations.transformers", description=__doc__)
     default = "default: what the script's TrainingArguments say"
     parser.add_argument("--plan", help=f"as for tz.shard; {default}")
@@ -27,10 +32,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("script", help="what follows are its arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     told = parser.parse_args(arguments)
-    TerrazzoTrainerMixin.terrazzo = TerrazzoArguments(plan=told.plan, precision=told.precision)
+    TerrazzoTrainerMixin.terrazzo = TerrazzoArguments(plan=told.plan, precision=told.precision).resolved()
     transformers.Trainer = transformers.trainer.Trainer = Trainer  # before what derives from it is imported
     become([*(["-m"] if told.m else []), told.script, *told.arguments])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_and_exit(main, sys.argv[1:])

@@ -18,6 +18,6 @@ from terrazzo.lazy import lazily
 if TYPE_CHECKING:
     from terrazzo.train.preflight.checks import check
 else:
-    __getattr__ = lazily(__name__)
+    __getattr__, __dir__ = lazily(__name__)
 
 __all__ = ["check"]
