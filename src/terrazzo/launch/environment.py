@@ -10,6 +10,7 @@ import os
 import re
 
 from terrazzo.errors import BadInput
+from terrazzo.processes.cpus import allowed_cpus
 
 __all__ = [
     "RUN_ID",
@@ -58,7 +59,7 @@ def library_settings() -> dict[str, str]:
     default they spin for 300,000 turns (libgomp) on cores that other threads need.
     """
     chosen = {}
-    if os.getloadavg()[0] >= len(os.sched_getaffinity(0)) and "OMP_WAIT_POLICY" not in os.environ:
+    if os.getloadavg()[0] >= len(allowed_cpus()) and "OMP_WAIT_POLICY" not in os.environ:
         chosen["GOMP_SPINCOUNT"] = "1000"
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
         chosen["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

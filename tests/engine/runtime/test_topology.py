@@ -20,7 +20,6 @@ from terrazzo.engine.offload.host_arena import HostArena
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.runtime import topology
 from terrazzo.engine.runtime.topology import (
-    allowed_cpus,
     bind_to,
     container_quota,
     numa_nodes,
@@ -28,6 +27,7 @@ from terrazzo.engine.runtime.topology import (
     step_threads,
 )
 from terrazzo.engine.sharding import shard
+from terrazzo.processes.cpus import allowed_cpus
 from tests.engine.toys import Net, mesh_for, on_ranks
 
 
@@ -208,7 +208,7 @@ def test_a_node_without_cpus_is_none(host: Host) -> None:
 
 
 def test_this_host_gives_what_the_system_says() -> None:
-    cores = physical_cores(topology.allowed_cpus())
+    cores = physical_cores(allowed_cpus())
     assert 1 <= len(cores) <= (os.cpu_count() or 1)
     assert topology.container_quota() > 0
 
@@ -238,9 +238,9 @@ def test_binding_holds_for_one_thread_and_those_it_starts() -> None:
 
 @pytest.mark.parametrize("cpus", [[], [100_000]])
 def test_binding_that_cannot_be_done_changes_nothing(cpus: list[int]) -> None:
-    before = topology.allowed_cpus()
+    before = allowed_cpus()
     assert not bind_to(cpus)
-    assert topology.allowed_cpus() == before
+    assert allowed_cpus() == before
 
 
 @pytest.mark.skipif(len(allowed_cpus()) < 2, reason="a single CPU is no choice")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from terrazzo.checkpoint.operations.audit import open_audit
 from terrazzo.cli.checkpoint.progress import progress
 from terrazzo.cli.shared.terminal import say, say_json
 from terrazzo.errors import BadInput, Damaged
+from terrazzo.processes.cpus import allowed_cpus
 
 __all__ = ["verify_checkpoints"]
 
@@ -26,7 +26,7 @@ def verify_checkpoints(paths: Sequence[str], threads: int | None, as_json: bool)
     checkpoints = [checkpoint for path in paths for checkpoint in describe.expand(path)]
     results, start = [], time.perf_counter()
     for path in checkpoints:
-        results.append(_verify(path, threads or len(os.sched_getaffinity(0))))
+        results.append(_verify(path, threads or len(allowed_cpus())))
         if not as_json:
             _say_verified(results[-1])
     seconds = time.perf_counter() - start

@@ -22,9 +22,9 @@ import torch
 
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.system import SYS, control_groups, text_of
+from terrazzo.processes.cpus import allowed_cpus
 
 __all__ = [
-    "allowed_cpus",
     "bind_to",
     "bound_to",
     "cpus_of_a_rank",
@@ -116,13 +116,6 @@ def bound_to(cpus: Collection[int]) -> Iterator[None]:
     finally:
         if bound:
             bind_to(before)
-
-
-def allowed_cpus() -> frozenset[int]:
-    """CPUs that this thread may run on: its affinity mask, within its cpuset."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
 
 
 def physical_cores(cpus: Collection[int], root: Path = SYS) -> list[int]:

@@ -35,6 +35,7 @@ from terrazzo.engine.runtime import device as gpus
 from terrazzo.engine.runtime.system import control_groups, text_of
 from terrazzo.errors import BadInput
 from terrazzo.messages import ALL, nearest
+from terrazzo.processes.cpus import allowed_cpus
 
 __all__ = [
     "ARCHITECTURES",
@@ -219,7 +220,7 @@ def this_machine() -> Cluster:
 
 def cpu_host(memory_bytes: int | None) -> Cluster:
     """The CPUs that this process may use, as one device with the memory of its host."""
-    name = f"CPU with {_cores()} cores"
+    name = f"CPU with {len(allowed_cpus())} cores"
     return Cluster(Device(name, "cpu", memory_bytes=memory_bytes, per_node=1, source="this machine"))
 
 
@@ -353,10 +354,6 @@ SCALEUP_KINDS = {
 
 _VISIBLE = 0.98
 """Least share of the nominal decimal GB that torch sees on the devices of the table where it is known (GDDR6, ECC)."""
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _host_memory_bytes() -> int:
