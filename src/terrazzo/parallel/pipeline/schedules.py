@@ -187,5 +187,5 @@ def _one_stage_more(before: Sequence[int], highest: Sequence[float]) -> tuple[li
 
 
 def _earlier_cost_more(before: Sequence[int], highest: Sequence[float], cut: int, end: int) -> bool:
-    """Whether the stages before `cut` cost as much as the one from there to `end`, or there are too few modules."""
+    """Whether the stages before `cut` cost as much as the one from there to `end`, and can be cut at all."""
     return highest[cut] >= before[end] - before[cut] and highest[cut] != math.inf
