@@ -341,6 +341,13 @@ def test_clocks_of_other_machines_are_moved_to_where_steps_end() -> None:
     assert ends[1, "step 4"] == pytest.approx(ends[1, "step 3"] + 0.1)
 
 
+def test_spans_beyond_the_rows_of_a_trace_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = flight_of(*((100 * step, EventKind.STEP, 0, 0, step) for step in (1, 2, 3)))
+    drawn = sum(event["ph"] == "X" for event in trace_of([own], 9)["traceEvents"])
+    monkeypatch.setattr("terrazzo.telemetry.flight.trace._ROWS", 0)
+    assert trace_of([own], 9)["otherData"]["spans_left_out"] == drawn > 0
+
+
 def test_a_run_that_has_recorded_nothing_is_said(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="has no flight record"):
         flights_of(tmp_path)
@@ -368,7 +375,11 @@ def test_a_run_that_goes_on_is_read_from_its_memory_and_one_of_another_machine_i
     assert [told.ordinal for told in flights_of(tmp_path)[0].events] == [5]
     result = CliRunner().invoke(cli.app, ["trace", str(tmp_path), "--out", str(tmp_path / "it.json")])
     assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "it.json").read_text())["otherData"] == {"ranks": 1, "hosts": ["a"]}
+    assert json.loads((tmp_path / "it.json").read_text())["otherData"] == {
+        "ranks": 1,
+        "hosts": ["a"],
+        "spans_left_out": 0,
+    }
     here, there = os.pipe()
     os.write(there, b"not to be read")
     for other in ({"boot": "another"}, {"descriptor": here}, {"descriptor": "../x"}, {"pid": None}):

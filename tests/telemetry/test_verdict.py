@@ -96,6 +96,13 @@ def test_what_comes_only_at_the_ends_of_a_run_and_its_continuations_is_no_bound(
     assert of(saved, settings(checkpoint={"every": None})).bound == "compute"
 
 
+def test_a_record_that_is_nothing_but_its_evaluation_has_no_verdict() -> None:
+    assert verdict_of([record(1, evaluate=1.0) | {"steps": 1}]) is None
+    late = record(1, late=[0.0, 0.1])
+    late["skew"]["step_s"] = [0.0, 1.0]
+    assert verdict_of([late]) is not None
+
+
 def test_what_is_small_beside_compute_is_not_said_to_bound_the_step() -> None:
     said = [str(of([record(step, input=share) for step in (10, 20)])) for share in (0.09, 0.14, 0.16)]
     small = ["data is the first thing to look at in a step: 0.090 of 1.00 s (9%) is waiting for the next batch."]

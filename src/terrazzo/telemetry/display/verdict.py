@@ -106,7 +106,7 @@ class _Cause(NamedTuple):
 def verdict_of(
     records: Sequence[StepRecord], settings: Mapping[str, Any] | None = None, admits: Admits = lambda _: True
 ) -> Verdict | None:
-    """What bounds the step, by the newest records with the present number of ranks; None if there are no records.
+    """What bounds the step, by the newest records with the present number of ranks; None if there is nothing of it.
 
     It is the largest cause other than compute that takes at least 5 % of a step and three times its own median
     deviation; else compute. Evaluations and saves that only came at the end, or in a few steps, are taken out of the
@@ -130,6 +130,8 @@ def verdict_of(
     else:
         step_s = mean_of(records, "step_s") - sum(cause.seconds for cause in once)
         causes = [cause._replace(seconds=_outside(cause, once, records)) for cause in causes]
+    if step_s <= 0:
+        return None
     left_out = {cause.name for cause in once}
     causes = [cause for cause in causes if cause.name not in left_out and cause.seconds >= LEAST_SHARE * step_s]
     causes = [cause for cause in causes if cause.name != "update" or _has_setting(cause, settings, admits)]
@@ -211,7 +213,7 @@ def _late_of_ranks(record: StepRecord) -> list[float]:
     skew, step_s = record.get("skew", {}), record["step_s"]
     waits = skew.get("late_peer_s") or []
     steps = skew.get("step_s") or [step_s] * len(waits)
-    return [step_s * min(1.0, wait / own) for wait, own in zip(waits, steps, strict=True)]
+    return [step_s * min(1.0, wait / own) if own else 0.0 for wait, own in zip(waits, steps, strict=True)]
 
 
 def _is_steady(cause: _Cause) -> bool:

@@ -17,7 +17,7 @@ from terrazzo.telemetry.flight.spans import GROUPS, FlightSpan, spans_of
 __all__ = ["trace_of"]
 
 _ROWS = 100
-"""Most rows of a group."""
+"""Most rows of a group; what would need more is left out, and counted."""
 
 
 def trace_of(flights: Sequence[Flight], steps: int) -> dict[str, Any]:
@@ -42,7 +42,9 @@ def trace_of(flights: Sequence[Flight], steps: int) -> dict[str, Any]:
         first = min((span.start for span in own), default=0)
         events += _counters(flight, first, shift)
     hosts = sorted({flight.table["host"] for flight in flights})
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"ranks": len(flights), "hosts": hosts}}
+    left_out = sum(map(len, newest)) - sum(event["ph"] == "X" for event in events)
+    about = {"ranks": len(flights), "hosts": hosts, "spans_left_out": left_out}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
 def _begin_of(spans: Sequence[FlightSpan], steps: int) -> int:
