@@ -275,7 +275,7 @@ def test_fewer_ranks_go_on_to_the_bits_of_as_many_that_nothing_happened_to(tmp_p
     assert done.returncode == 0, done.stderr
     again = f"starting {most} ranks again, from .*/step-00000004"
     fewer = f"rank {left} of {most} fails at its start again; starting {counted(left, 'rank')}, from .*/step-00000004"
-    assert re.search(f"\nrestart 1 of 2: {again}\n(.*\n)*restart 2 of 2: {fewer}\n", done.stdout), done.stdout
+    assert re.search(f"(?m)^restart 1 of 2: {again}\n(.*\n)*restart 2 of 2: {fewer}\n", done.stdout), done.stdout
     assert [(line["number"], line["ranks"]) for line in metrics(folder, "restart")] == [(2, left)]
 
     checkpoints = whole / "run" / "checkpoints"
