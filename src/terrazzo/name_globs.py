@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-__all__ = ["level_hint", "matches_any", "of_one_level"]
+__all__ = ["level_hint", "matches_any", "matches_one", "of_one_level"]
 
 
 def of_one_level(names: Iterable[str], glob: str) -> list[str]:
@@ -34,3 +34,8 @@ def level_hint(names: Iterable[str], glob: str) -> str:
 def matches_any(name: str, globs: Iterable[str]) -> bool:
     """Whether one of the globs matches a name, a `*` for any part of it."""
     return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def matches_one(names: Iterable[str], glob: str) -> bool:
+    """Whether a glob matches one of the names, a `*` for any part of it."""
+    return any(fnmatchcase(name, glob) for name in names)

@@ -125,8 +125,9 @@ def test_config_check_says_what_training_refuses_of_the_configuration_alone(
         ({"batch": {"global_batch": 9, "micro_batch": 2}}, "3 of 12 rows of a step are empty"),
         ({**_shared(tp=2), "model": {"heads": 4, "kv_heads": 1}}, ""),
         ({"data": {"too_long": "drop", "packing": "single"}, "plan": "zero1"}, ""),
+        ({"plan": {"name": "hybrid_shard", "mesh": {"dp_replicate": None, "dp_shard": 1}}}, ""),
     ],
-    ids=["a batch that is filled up", "a key head that ranks share", "documents of their own"],
+    ids=["a batch that is filled up", "a key head that ranks share", "documents of their own", "groups for all ranks"],
 )
 def test_config_check_passes_what_training_does(tmp_path: Path, raw: dict[str, Any], warned: str) -> None:
     (tmp_path / "run.json").write_text(json.dumps(raw))

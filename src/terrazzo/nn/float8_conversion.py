@@ -11,7 +11,7 @@ from torch import nn
 from terrazzo.errors import BadInput
 from terrazzo.marks import SHARES_MATRICES, is_sharded
 from terrazzo.messages import listed
-from terrazzo.name_globs import matches_any
+from terrazzo.name_globs import matches_any, matches_one
 from terrazzo.nn.float8_linear import FLOAT8, Float8Linear
 from terrazzo.nn.float8_matrices import MULTIPLE, Recipe, check_multiplies, recipe_named
 from terrazzo.nn.float8_products import Float8
@@ -121,7 +121,7 @@ def _reasons_to_keep(model: nn.Module, linears: dict[str, nn.Linear], skip: Sequ
     reasons: dict[str, str] = {}
     uncalled = dict(_uncalled(model))
     for glob in skip or ():
-        if not any(matches_any(name, [glob]) for name in linears):
+        if not matches_one(linears, glob):
             raise BadInput(
                 f"float8: skip has {glob!r}, which matches no linear layer of {type(model).__name__}; they are "
                 f"{listed(list(linears), 6)}; a '*' stands for any part of a name."

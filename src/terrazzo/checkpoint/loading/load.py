@@ -28,7 +28,7 @@ from terrazzo.engine import (
     Owned,
     TableRow,
     engine_of,
-    is_sharded,
+    find_engine,
     parameter_table,
     parameters_by_names,
     persistent_buffers,
@@ -70,8 +70,10 @@ def own_groups(model: torch.nn.Module) -> list[list[str]]:
 
     Collective where ranks have stages of it.
     """
-    groups = engine_of(model).param_groups() if is_sharded(model) else []
-    if groups and engine_of(model).axes.stage_axis:  # each rank lists those of its stage: all, in the model's order
+    if (engine := find_engine(model)) is None:
+        return []
+    groups = engine.param_groups()
+    if groups and engine.axes.stage_axis:  # each rank lists those of its stage: all, in the model's order
         table = parameter_table(model)
         return [[row.name for row in table if row.group == number] for number, _ in groups]
     names = {id(parameter): listed[0] for listed, parameter in parameters_by_names(model).items()}

@@ -176,7 +176,7 @@ class Collectives(ABC):
                 lost = moving.get().lost_by(error)
                 for why in self._standing_still():
                     lost.add_note(why)
-                raise lost from (error if lost is not error else error.__cause__)
+                raise lost from lost.__cause__
 
     def _standing_still(self) -> Iterable[str]:
         """Notes on ranks that stand still, as far as this one can see."""

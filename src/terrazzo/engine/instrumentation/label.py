@@ -130,12 +130,14 @@ class Label:
                 self.of_code(mine).check(other, who)
 
     def lost_by(self, error: BaseException) -> BaseException:
-        """`error`, or where another rank has ended or failed, one that also says what this rank was at."""
+        """`error`, or where another rank has ended or failed, one from it that also says what this rank was at."""
         if not lost_a_rank(error):
             return error
         is_named = isinstance(error, ConnectionLost)
         why = str(error) if is_named else "Another rank has ended or failed: see what it has printed."
-        return ConnectionLost(f"{why} Here it was the turn of {self}.")
+        lost = ConnectionLost(f"{why} Here it was the turn of {self}.")
+        lost.__cause__ = error
+        return lost
 
     def __str__(self) -> str:
         name = self.names[self.unit] if self.unit < len(self.names) else str(self.unit)

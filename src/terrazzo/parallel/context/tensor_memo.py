@@ -25,11 +25,13 @@ class TensorMemo(Generic[T]):
         self._kept: dict[int, tuple[weakref.ref[Tensor], object, Tensor | None, T]] = {}
 
     def keep(self, tensor: Tensor, value: T, within: object = None) -> None:
-        """Remember `value` of this very tensor."""
+        """Remember `value` of this very tensor, where something tells when it changes."""
+        if (version := _version_of(tensor, within)) is None:
+            return
         number = id(tensor)
         known = weakref.ref(tensor, lambda _: self._kept.pop(number, None))
         was = tensor.detach().clone() if tensor.device.type == "cpu" else None
-        self._kept[number] = known, _version_of(tensor, within), was, value
+        self._kept[number] = known, version, was, value
 
     def of(self, tensor: Tensor, within: object = None) -> T | None:
         """The value of this very tensor; None where it is not known."""

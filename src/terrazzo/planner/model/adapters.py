@@ -9,7 +9,7 @@ from typing import Protocol
 
 from terrazzo.errors import BadInput
 from terrazzo.messages import did_you_mean
-from terrazzo.name_globs import matches_any
+from terrazzo.name_globs import matches_any, matches_one
 from terrazzo.planner.caching import once
 from terrazzo.planner.model.closed_form import merged
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
@@ -126,7 +126,7 @@ def with_frozen(shape: ModelShape, patterns: tuple[str, ...]) -> ModelShape:
     """
     names = [name for unit in _apart(shape) for name in _names(unit)]
     for pattern in patterns:
-        if not any(matches_any(name, [pattern]) for name in names):
+        if not matches_one(names, pattern):
             raise BadInput(
                 f"freeze: {pattern!r} matches no parameter of {shape.name}.{did_you_mean(pattern, names)} Give a glob "
                 f"over their names, such as '{names[0].partition('.')[0]}.*'."

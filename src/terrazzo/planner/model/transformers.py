@@ -16,6 +16,7 @@ from typing import Any
 
 from terrazzo.errors import BadInput
 from terrazzo.messages import install, shortened
+from terrazzo.planner.caching import once
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.processes.tether import tethered
@@ -85,6 +86,7 @@ def shape_of_built(values: Mapping[str, Any], name: str) -> ModelShape:
     return _shape(answer)
 
 
+@once
 def _answer(request: str, name: str) -> dict[str, Any]:
     """What `terrazzo.planner.model.meta` says of the config, in a process of its own, which can be stopped."""
     program = tethered("-m", "terrazzo.planner.model.meta", flags=("-P",))

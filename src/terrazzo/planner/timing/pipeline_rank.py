@@ -132,7 +132,9 @@ class PipelineRank:
         self._blocks = [self._cost(*row) for row in self._units if not row.unit.is_root]
 
     def beside(self, pp_rank: int) -> PipelineRank:
-        """Another rank of the same step, that computes and waits as this one does."""
+        """A rank of the same step, that computes and waits as this one does."""
+        if pp_rank == self._pp_rank:
+            return self
         return PipelineRank(self.setup, pp_rank, self._pace, self._waiting)
 
     def _cost(self, unit: UnitShape, count: int, placement: Placement) -> _Blocks:

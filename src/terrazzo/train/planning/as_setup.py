@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -116,11 +117,10 @@ def run_flops_per_token(config: Config, model: nn.Module) -> int:
         model: the run's, whole.
     """
     length = config.batch.sequence_length
-    try:
-        shape = _model_shape(config)
-    except BadInput:
-        return num_flops_per_token(model, length)
-    return round(flops_per_token(shape, length)) if shape.computes else num_flops_per_token(model, length)
+    with contextlib.suppress(BadInput):
+        if (shape := _model_shape(config)).computes:
+            return round(flops_per_token(shape, length))
+    return num_flops_per_token(model, length)
 
 
 def executed_share(config: Config, world_size: int, flops_per_token: float) -> float | None:

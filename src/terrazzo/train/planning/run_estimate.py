@@ -63,7 +63,8 @@ def estimate_run(config: Config, ranks: int, cluster: Cluster | None = None, *, 
 
 def _states_alone_overrun(setup: Setup) -> bool:
     """Whether what is there all the time is more than the device has."""
-    kept = sum(term.value for term in state_terms(setup) if term.name != "gradients")
+    terms = [*state_terms(setup, tier="device"), *state_terms(setup, tier="cpu")]  # only CPUs are traced: one memory
+    kept = sum(term.value for term in terms if term.name != "gradients")
     capacity = setup.cluster.device.memory_bytes
     return capacity is not None and kept > capacity
 

@@ -202,15 +202,14 @@ def _check_optimizer(config: Config, whole: ModelOnPaper) -> None:
         check_names(config.optimizer, [name for name, _ in whole.model.named_parameters()])
 
 
-def _check_built(config: Config, whole: ModelOnPaper) -> None:
-    """Build the model where that looks names up, or may refuse it."""
-    if config.train.activation_checkpointing_ops or config.precision.recipe or config.objective.loss == "chunked":
-        _ = whole.model
-
-
 _CHECKS_OF_MODEL: dict[str, Callable[[Config, ModelOnPaper], object]] = {
     "plan.mesh": check_axes,
     "plan.units": _check_units,
     "optimizer": _check_optimizer,
-    "train.activation_checkpointing_ops": _check_built,
+    # Building the model looks up names, or refuses it.
+    "precision.linears": lambda config, whole: config.precision.recipe and whole.model,
+    "objective.loss": lambda config, whole: config.objective.loss == "chunked" and whole.model,
+    "train.activation_checkpointing_ops": lambda config, whole: (
+        config.train.activation_checkpointing_ops and whole.model
+    ),
 }

@@ -20,7 +20,7 @@ from terrazzo.config import OptimizerConfig, ScheduleConfig
 from terrazzo.engine import ELEMENTWISE, check_elementwise
 from terrazzo.errors import BadInput
 from terrazzo.messages import did_you_mean
-from terrazzo.name_globs import matches_any
+from terrazzo.name_globs import matches_any, matches_one
 from terrazzo.optim import HEADS, AdEMAMix, Division, Lion, Muon, divided
 
 __all__ = [
@@ -156,7 +156,7 @@ def division_of(config: OptimizerConfig, model: nn.Module) -> Division:
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     def here(globs: Sequence[str]) -> list[str]:
-        return [glob for glob in globs if any(matches_any(name, [glob]) for name in names)]
+        return [glob for glob in globs if matches_one(names, glob)]
 
     others = HEADS if config.muon.others is None else here(config.muon.others)
     return divided(model, others, here(config.muon.matrices))
@@ -170,7 +170,7 @@ def check_names(config: OptimizerConfig, names: Sequence[str]) -> None:
     muon = config.muon
     globs_of = {"no_decay": config.no_decay, "muon.matrices": muon.matrices, "muon.others": muon.others or []}
     for key, glob in ((key, glob) for key, globs in globs_of.items() for glob in globs):
-        if not any(matches_any(name, [glob]) for name in names):
+        if not matches_one(names, glob):
             raise BadInput(
                 f"optimizer.{key} has '{glob}', which no parameter's name matches.{did_you_mean(glob, names)} Names"
                 f" are such as {', '.join(names[:3])}; * stands for any part of one. Correct it, or remove it."

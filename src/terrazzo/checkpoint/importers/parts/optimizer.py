@@ -173,14 +173,13 @@ def _named(
     names, frozen, own = known
     if not names:
         return None
-    shapes = _shapes(source, names)
-    if len(trained := _shapes(source, [name for name in names if name not in frozen])) == len(numbers):
-        shapes = trained
+    every, trained = _shapes(source, names), _shapes(source, [name for name in names if name not in frozen])
+    shapes = trained if len(trained) == len(numbers) else every
     element_shapes = {number: _element_shapes(entries) for number, entries in states.items()}
     numbered = [group["params"] for group in groups]
     own_names = [list(_shapes(source, group)) for group in own]
     for listed_names in (own_names, [[name for name in group if name in trained] for group in own_names]):
-        if (in_own := in_groups(numbered, listed_names, element_shapes, _shapes(source, names))) is not None:
+        if (in_own := in_groups(numbered, listed_names, element_shapes, every)) is not None:
             if in_order(numbers, element_shapes, shapes) not in (None, in_own):
                 source.optimizer_notes.append(_OWN_ORDER)
             return in_own

@@ -33,7 +33,7 @@ def _folder(description: Description) -> Iterable[Finding]:
 def _mesh(description: Description) -> Iterable[Finding]:
     """What the mesh or a tier rules out of the row. Of one that no mesh can have, `verbs.check` says it."""
     plan = description.plan
-    axes = ["dp_replicate", "dp_shard"] if (description.value("mesh.dp_replicate") or 1) > 1 else ["dp_shard"]
+    axes = ["dp_replicate", "dp_shard"] if description.value("mesh.dp_replicate") != 1 else ["dp_shard"]
     if plan is None or row_fault(plan):
         return
     if plan.groups and len(axes) == 1:

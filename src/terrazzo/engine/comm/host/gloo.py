@@ -226,7 +226,8 @@ class GlooCollectives(Collectives):
             except BaseException as error:
                 for neighbour in self._near.values():
                     neighbour.hang_up()
-                raise label.lost_by(error) from error
+                lost = label.lost_by(error)
+                raise lost from lost.__cause__
             moments.done = time.perf_counter()
             times.recorder.done(times.track, ordinal, begun, moments.ready)
 
