@@ -18,7 +18,7 @@ def changed(request: Request, options: str) -> Request:
     """The request with options of the command line, which are read here apart from the code that wrote them."""
     words = options.split()
     fields = {"--ac": "checkpointing", "--micro-batch": "micro_batch", "--gpus": "gpus", "--loss": "loss"}
-    fields["--precision"] = "precision"
+    fields |= {"--precision": "precision", "--tp": "tp"}
     for flag, value in zip(words[::2], words[1::2], strict=True):
         if flag == "--offload":
             assert request.plan is not None
@@ -34,6 +34,7 @@ CASES = {
     "states": replace(H100, model="llama3-70b", checkpointing="full"),
     "activations and logits": replace(H100, sequence=100000),
     "one card": replace(H100, gpus=1, gpu="rtx4090", sequence=2048),
+    "a layer": replace(H100, model="llama3-405b", gpus=512, sequence=4096),
     "host memory": replace(H100, model="llama3-70b", strategy="zero3@cpu", host_memory_bytes=600e9, sequence=2048),
 }
 
@@ -70,7 +71,7 @@ def test_what_surely_fits_comes_first_then_the_fastest_and_more_gpus_last(name: 
     keys = [
         (not edit.estimate.memory.fits_surely, -edit.estimate.time.tokens_per_s_per_gpu)
         for edit in edits
-        if edit.estimate.time and "--gpus" not in edit.options
+        if edit.estimate.time and not {"--gpus", "--precision"} & {*edit.options.split()}
     ]
     assert keys == sorted(keys)
 
@@ -78,6 +79,19 @@ def test_what_surely_fits_comes_first_then_the_fastest_and_more_gpus_last(name: 
 def test_a_smaller_micro_batch_and_offload_are_among_the_edits() -> None:
     kinds = {edit.options.split()[0] for case in CASES.values() for edit in ask(case).best.edits}
     assert {"--ac", "--micro-batch", "--gpus", "--offload"} <= kinds
+    assert ask(CASES["a layer"]).best.edits[0].options == "--ac full --tp 2"  # at hand as whole layers are 27 GiB
+
+
+def test_more_gpus_with_layers_in_parts_are_offered_where_more_alone_do_not_surely_fit() -> None:
+    asked = Request("llama3-405b", 8, gpu="h100", sequence=4096)
+    more = [edit for edit in ask(asked).best.edits if "--gpus" in edit.options]
+    assert [edit.estimate.memory.fits_surely for edit in more] == [False, True]
+    options, found = more[1].options, more[1].estimate.setup
+    assert options == f"--parallel --gpus {found.cluster.count}" and found.mesh.tp > 1
+    sizing = ask(replace(asked, gpus=None), fewest=True).sizing
+    assert sizing is not None and sizing.gpus is None and sizing.parallel is not None
+    assert f"With --parallel {sizing.parallel} is the first that runs." in str(sizing)
+    assert ask(replace(asked, gpus=sizing.parallel, parallel=True)).best.memory.fits_surely
 
 
 @pytest.mark.parametrize(

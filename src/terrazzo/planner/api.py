@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.messages import did_you_mean
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.edits import Changed, cost_of, edits_that_fit, narrower_names, no_edit
+from terrazzo.planner.choice.edits import Changed, edits_that_fit, first_that_fits, narrower_names, no_edit
 from terrazzo.planner.choice.fewest import min_gpus
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.gate.gate import findings
@@ -55,8 +55,9 @@ def ask(request: Request, *, fewest: bool = False) -> Answer:
         _check_open(request)
         sizing = min_gpus(request)
         _check_steps(request, sizing)
-        tried = [step for step in sizing.steps if step.best or step.closest] or sizing.steps
-        found = sizing.answer or tried[-1]
+        if sizing.gpus is None and not request.parallel and sizing.possible:
+            sizing = replace(sizing, parallel=min_gpus(replace(request, parallel=True)).gpus)
+        found = sizing.answer or (sizing.possible or sizing.steps)[-1]
         return Answer(found.detailed(), _estimate_here, found, sizing)
     if _names_one(request):
         return Answer(_one(request), _estimate_here)
@@ -133,25 +134,32 @@ def _one(request: Request) -> Estimate:
 
 
 def _wider(request: Request, best: Estimate) -> tuple[Edit, ...]:
-    """What a search that finds nothing finds with offload, more kinds of parallelism, fewer bits, more GPUs."""
+    """What a search that finds nothing finds with offload, more kinds of parallelism, fewer bits, more GPUs; and with
+    more of these kinds on more GPUs, where on none it surely fits otherwise.
+    """
+
+    def found(*changes: Changed[Request]) -> list[Edit]:
+        return first_that_fits(changes, best, lambda changed: search(changed, _calibration_of(changed)).best)
+
     edits: list[Edit] = []
-    more = [best.setup.cluster.count << power for power in range(1, 5)] if isinstance(request.gpus, int) else []
-    kinds: list[list[Changed[Request]]] = [
-        [] if request.offload or request.plan else [Changed("--offload any", replace(request, offload=True))],
-        [] if request.parallel else [Changed("--parallel", replace(request, parallel=True))],
-        [Changed(f"--precision {name}", replace(request, precision=name)) for name in narrower_names(best.setup)],
-        [Changed(f"--gpus {count}", replace(request, gpus=count)) for count in more],
-    ]
-    for kind in kinds:
-        for options, changed in kind:
-            try:
-                wider = search(changed, _calibration_of(changed)).best
-            except BadInput:  # such as a batch that does not factor on so many ranks
-                continue
-            if wider is not None:
-                edits.append(Edit(options, wider, cost_of(wider, best)))
-                break
+    if not request.offload and request.plan is None:
+        edits += found(Changed("--offload any", replace(request, offload=True)))
+    parallel = [] if request.parallel else [Changed("--parallel", replace(request, parallel=True))]
+    edits += found(*parallel)
+    names = narrower_names(best.setup)
+    edits += found(*(Changed(f"--precision {name}", replace(request, precision=name)) for name in names))
+    if isinstance(request.gpus, int):
+        larger = found(*_larger(Changed("", request), best))
+        if not any(edit.estimate.memory.fits_surely for edit in larger):
+            larger += found(*(change for each in parallel for change in _larger(each, best)))
+        edits += larger
     return tuple(edits)
+
+
+def _larger(base: Changed[Request], best: Estimate) -> Iterator[Changed[Request]]:
+    count = best.setup.cluster.count
+    while (count := 2 * count) <= MOST_TRIED:
+        yield Changed(f"{base.options} --gpus {count}".lstrip(), replace(base.made, gpus=count))
 
 
 def _estimate_here(setup: Setup) -> Estimate:

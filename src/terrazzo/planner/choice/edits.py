@@ -15,7 +15,7 @@ from terrazzo.planner.setup.choice_names import MatmulPrecision, precision_text
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Changed", "Kinds", "best_edits", "cost_of", "edits_that_fit", "narrower_names", "no_edit"]
+__all__ = ["Changed", "Kinds", "best_edits", "edits_that_fit", "first_that_fits", "narrower_names", "no_edit"]
 
 T = TypeVar("T")
 
@@ -40,8 +40,9 @@ def edits_that_fit(request: Request, misfit: Estimate, estimate: Callable[[Reque
     """Up to four ways of changing `misfit`, which `request` means and which does not fit, so that it fits.
 
     Of each kind of change the smallest is taken with which it surely fits, or else as expected: more recomputed,
-    smaller micro-batches, a loss without all logits, states elsewhere, or these together; states in fewer bits; and
-    more GPUs. The fastest comes first, behind it what rounds states, if that is faster, and more GPUs last.
+    smaller micro-batches, a loss without all logits, states elsewhere, these together or beside tensor parallelism;
+    states in fewer bits; and more GPUs. The fastest comes first, behind it what rounds states, if that is faster, and
+    more GPUs last.
     """
     setup = misfit.setup
     kinds = Kinds(_alone(request, setup), _together(request, setup), _narrower(request, setup), _larger(request, setup))
@@ -65,20 +66,20 @@ class Kinds(Generic[T]):
 
 def best_edits(kinds: Kinds[T], misfit: Estimate, estimate: Callable[[T], Estimate]) -> tuple[Edit, ...]:
     """The first change of each kind that fits: the fastest of them, one that rounds states, and one with more GPUs."""
-    edits = [edit for kind in kinds.alone for edit in _found(kind, misfit, estimate)]
+    edits = [edit for kind in kinds.alone for edit in first_that_fits(kind, misfit, estimate)]
     if not any(edit.estimate.memory.fits_surely for edit in edits):
-        together = [edit for kind in kinds.together for edit in _found(kind, misfit, estimate)]
+        together = [edit for kind in kinds.together for edit in first_that_fits(kind, misfit, estimate)]
         edits += [edit for edit in together if edit.estimate.memory.fits_surely or not edits]
     edits = sorted((edit for edit in edits if not _beaten(edit, edits)), key=_order)
-    rounded = [edit for edit in _found(kinds.narrower, misfit, estimate) if _is_faster(edit, edits)]
-    larger = _found(kinds.larger, misfit, estimate)
+    rounded = [edit for edit in first_that_fits(kinds.narrower, misfit, estimate) if _is_faster(edit, edits)]
+    larger = first_that_fits(kinds.larger, misfit, estimate)
     return (*edits[: SHOWN_EDITS - len(larger)], *rounded, *larger)
 
 
 def no_edit(setup: Setup) -> str:
     """What to do where no edit helps."""
     tried = (
-        "smaller micro-batch, activation checkpointing, chunked loss, offload, states in fewer bits or "
+        "smaller micro-batch, activation checkpointing, chunked loss, offload, states in fewer bits, tp or "
         if setup.model.computes
         else ""
     )
@@ -88,7 +89,7 @@ def no_edit(setup: Setup) -> str:
     )
 
 
-def cost_of(edited: Estimate, before: Estimate) -> str:
+def _cost_of(edited: Estimate, before: Estimate) -> str:
     """What a change takes, against a setup as it would run if there were room for it."""
     costs = []
     if edited.time and before.time:
@@ -112,17 +113,19 @@ def cost_of(edited: Estimate, before: Estimate) -> str:
     return ", ".join(costs)
 
 
-def _found(changes: Iterator[Changed[T]], misfit: Estimate, estimate: Callable[[T], Estimate]) -> list[Edit]:
-    """The first with which it surely fits, or else as expected; none where it never does."""
+def first_that_fits(
+    changes: Iterable[Changed[T]], misfit: Estimate, estimate: Callable[[T], Estimate | None]
+) -> list[Edit]:
+    """The first with which it surely fits, or else as expected; none where it never does, or `estimate` finds none."""
     expected: list[Edit] = []
     for options, changed in changes:
         try:
             other = estimate(changed)
         except BadInput:  # such as a batch that does not factor on so many ranks
             continue
-        if not other.memory.fits or any(each.severity == "refuse" for each in other.findings):
+        if other is None or not other.memory.fits or any(each.severity == "refuse" for each in other.findings):
             continue
-        edit = Edit(options, other, cost_of(other, misfit))
+        edit = Edit(options, other, _cost_of(other, misfit))
         if other.memory.fits_surely:
             return [edit]
         expected = expected or [edit]
@@ -237,6 +240,17 @@ def _together(request: Request, setup: Setup) -> Iterator[Iterator[Changed[Reque
     if words:
         yield _without_logits(request, setup)
         yield (Changed(f"{words} {options}", changed) for options, changed in _elsewhere(least, setup))
+    yield _parted(request, setup)
+
+
+def _parted(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
+    """Each layer over the GPUs that fast links join: what no number of data ranks makes smaller is a whole layer."""
+    if request.tp is not None or setup.mesh.tp > 1:
+        return
+    words, least = _leanest(request, setup)
+    size = 1
+    while (size := 2 * size) <= min(setup.cluster.device.scaleup_domain, setup.cluster.count):
+        yield Changed(f"{words} --tp {size}".lstrip(), replace(least, tp=size))
 
 
 def _leaner(request: Request, setup: Setup, mode: str) -> Iterator[Changed[Request]]:
@@ -267,9 +281,10 @@ def _leanest(request: Request, setup: Setup) -> Changed[Request]:
 
 
 def _larger(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
-    """More GPUs, as it is, and with the least memory that it may take."""
+    """More GPUs, as it is, with the least memory that it may take, and with layers in parts."""
     words, least = _leanest(request, setup)
-    for prefix, base in {"": request, f"{words} ".lstrip(): least}.items():
+    bases = {"": request, f"{words} ".lstrip(): least}
+    for prefix, base in {**bases, **{f"{parted.options} ": parted.made for parted in _parted(request, setup)}}.items():
         count = setup.cluster.count
         while (count := 2 * count) <= MOST_TRIED:
             yield Changed(f"{prefix}--gpus {count}", replace(base, gpus=count))

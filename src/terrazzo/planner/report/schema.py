@@ -245,6 +245,9 @@ class SizingReport(_Model):
     states_gb: float = Field(description="of all ranks together")
     gpus: int | None = Field(description="the fewest tried on which a plan fits at most; null if there is none")
     expected_gpus: int | None = Field(description="the fewest tried on which what is expected fits")
+    parallel_gpus: int | None = Field(
+        description="the fewest with tensor, pipeline and context parallelism beside, tried where `gpus` is null"
+    )
     rows: tuple[SizingRow, ...] = Field(description="each number that was tried")
 
 

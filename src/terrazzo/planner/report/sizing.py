@@ -22,6 +22,7 @@ class Sizing:
         steps: what was found on each number of devices that was tried, in order.
         gpus: the fewest found on which a setup surely fits; None where none of those tried does.
         expected: the fewest of those tried on which one is expected to fit.
+        parallel: the fewest with tensor, pipeline and context parallelism beside, where that was asked; None otherwise.
     """
 
     floor: int
@@ -29,11 +30,17 @@ class Sizing:
     steps: tuple[Frontier, ...]
     gpus: int | None
     expected: int | None
+    parallel: int | None = None
 
     @property
     def answer(self) -> Frontier | None:
         """What was found on `gpus` devices."""
         return next((step for step in self.steps if step.request.gpus == self.gpus), None)
+
+    @property
+    def possible(self) -> tuple[Frontier, ...]:
+        """Those of `steps` on whose number of devices something was planned, whether it fits or not."""
+        return tuple(step for step in self.steps if step.best or step.closest)
 
     @property
     def machines(self) -> bool:
@@ -62,7 +69,9 @@ class Sizing:
     def _of_gpus(self) -> str:
         alone = f"{self.floor} is only the floor for model states"
         if self.gpus is None:
-            return f"{alone}; no number of GPUs that was tried runs."
+            may = f" ({self.expected} may, with little room)" if self.expected else ""
+            parallel = f" With --parallel {self.parallel} is the first that runs." if self.parallel else ""
+            return f"{alone}; no number of GPUs that was tried surely runs{may}.{parallel}"
         sooner = "" if self.expected == self.gpus else f" ({self.expected} may, with little room)"
         runs = f"{self.gpus} is the first that runs{sooner}"
         if self.gpus == self.floor:
@@ -79,6 +88,7 @@ def sizing_report(sizing: Sizing) -> SizingReport:
         states_floor_gpus=sizing.floor,
         states_gb=sizing.state_bytes / 1e9,
         expected_gpus=sizing.expected,
+        parallel_gpus=sizing.parallel,
         rows=tuple(sizing_row(step) for step in sizing.steps),
     )
 
