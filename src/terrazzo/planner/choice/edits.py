@@ -15,7 +15,16 @@ from terrazzo.planner.setup.choice_names import MatmulPrecision, precision_text
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Changed", "Kinds", "best_edits", "edits_that_fit", "first_that_fits", "narrower_names", "no_edit"]
+__all__ = [
+    "Changed",
+    "Kinds",
+    "best_edits",
+    "edits_that_fit",
+    "first_that_fits",
+    "narrower_names",
+    "no_edit",
+    "parted_sizes",
+]
 
 T = TypeVar("T")
 
@@ -244,13 +253,18 @@ def _together(request: Request, setup: Setup) -> Iterator[Iterator[Changed[Reque
 
 
 def _parted(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
-    """Each layer over the GPUs that fast links join: what no number of data ranks makes smaller is a whole layer."""
-    if request.tp is not None or setup.mesh.tp > 1:
-        return
     words, least = _leanest(request, setup)
-    size = 1
-    while (size := 2 * size) <= min(setup.cluster.device.scaleup_domain, setup.cluster.count):
+    for size in parted_sizes(setup) if request.tp is None else ():
         yield Changed(f"{words} --tp {size}".lstrip(), replace(least, tp=size))
+
+
+def parted_sizes(setup: Setup) -> Iterator[int]:
+    """Over how many GPUs that fast links join each layer may be, of a setup that has none in parts: what no number of
+    data ranks makes smaller is a whole layer.
+    """
+    size = 1
+    while setup.mesh.tp == 1 and (size := 2 * size) <= min(setup.cluster.device.scaleup_domain, setup.cluster.count):
+        yield size
 
 
 def _leaner(request: Request, setup: Setup, mode: str) -> Iterator[Changed[Request]]:
