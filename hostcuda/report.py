@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import traceback
 import warnings
@@ -66,11 +67,12 @@ class Report:
 
     def place(self) -> str:
         """Where in the application this thread is."""
-        frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_OWN)]
-        own = [frame for frame in frames if self.frames and self.frames in frame.filename]
-        others = [frame for frame in frames if "/torch/" not in frame.filename] or frames
-        shown = (own[-3:] or others[-2:])[::-1]
-        return " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in shown)
+        stack = [(frame.f_code, line) for frame, line in traceback.walk_stack(sys._getframe())]  # reads no source
+        frames = [(code, line) for code, line in stack if not code.co_filename.startswith(_OWN)]
+        own = [(code, line) for code, line in frames if self.frames and self.frames in code.co_filename]
+        others = [(code, line) for code, line in frames if "/torch/" not in code.co_filename] or frames
+        shown = own[:3] or others[:2]
+        return " < ".join(f"{Path(code.co_filename).name}:{line} {code.co_name}" for code, line in shown)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,30 +48,41 @@ class Watching(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        used = list(_tensors(function._schema.arguments, args, kwargs))
+        if (operator := _operator(function)).is_view:
+            return function(*args, **kwargs)
+        used = list(_tensors(operator.arguments, args, kwargs))
         device = kwargs.get("device")
-        on_host = not any(tensor.is_cuda for tensor, _ in used) and (
-            device is None or torch.device(device).type == "cpu"
-        )
-        if on_host and not _is_view(function._schema):
+        if not any(tensor.is_cuda for tensor, _ in used) and (device is None or torch.device(device).type == "cpu"):
             for tensor, writes in used:
                 if tensor.device.type == "cpu" and tensor.numel():
-                    native.use_on_host(tensor.data_ptr(), _span_bytes(tensor), writes, str(function).encode())
+                    native.use_on_host(tensor.data_ptr(), _span_bytes(tensor), writes, operator.name)
         return function(*args, **kwargs)
 
 
-def _tensors(arguments: Any, args: Any, kwargs: Any) -> Any:
+class _Operator(NamedTuple):
+    """What a schema says, which torch makes anew whenever it is asked: names of arguments, and which are written."""
+
+    name: bytes
+    arguments: tuple[tuple[str, bool], ...]
+    is_view: bool
+
+
+@functools.cache
+def _operator(function: Any) -> _Operator:
+    schema = function._schema
+    written = [each.alias_info is not None and each.alias_info.is_write for each in schema.arguments]
+    arguments = tuple(zip((each.name for each in schema.arguments), written, strict=True))
+    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+    return _Operator(str(function).encode(), arguments, is_view)
+
+
+def _tensors(arguments: tuple[tuple[str, bool], ...], args: Any, kwargs: Any) -> Any:
     """Tensors among the arguments of an operator, and whether it writes each."""
-    for index, argument in enumerate(arguments):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
+    for index, (name, writes) in enumerate(arguments):
+        value = args[index] if index < len(args) else kwargs.get(name)
         for item in value if isinstance(value, list | tuple) else (value,):
             if isinstance(item, torch.Tensor):
                 yield item, writes
-
-
-def _is_view(schema: Any) -> bool:
-    return any(item.alias_info is not None and not item.alias_info.is_write for item in schema.returns)
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
