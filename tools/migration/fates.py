@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,14 @@ def _first_of(name: str) -> dict[Key, str]:
 def _fate(name: str, key: str) -> Fate:
     """Told by the first value that changes what the configuration means, or else by the first that is taken."""
     beside = _beside(name, key)
-    plain = _values(_read(name, beside))
-    taken = list(_taken(name, key, beside))
-    if not taken:
+    plain = _plain(name, _prefix(name, key))
+    taken = _taken(name, key, beside, (VALUES[name][key],) if key in VALUES[name] else _tried(name, key, beside))
+    first = next(taken, None)
+    if first is None:
         raise ValueError(f"{name} takes none of the values tried for {key}: give one in tools/migration/examples.py")
-    telling = [(value, reading) for value, reading in taken if _tells(key, reading, plain)]
-    value, reading = (telling or taken)[0]
-    shows = key in VALUES[name] or (bool(telling) and _is_shown(value, [each for each, _ in taken]))
+    telling = next((each for each in chain([first], taken) if _tells(key, each[1], plain)), None)
+    value, reading = telling or first
+    shows = key in VALUES[name] or (telling is not None and not _is_one_of_any(name, key, beside, value))
     conversion = convert_reading(dialect(name), reading, dialect("terrazzo"), WORLD)
     verdict = next(each for each in conversion.verdicts if _is(each.key, key))
     flat = flatten(conversion.document) | flatten(conversion.document, ("optimizer.options",))
@@ -122,19 +124,33 @@ def _tells(key: str, reading: Reading, plain: list[Any]) -> bool:
     return grave or own or _values(reading) != plain
 
 
-def _is_shown(value: Any, taken: list[Any]) -> bool:
-    """Whether a value tells something: not where any other would do."""
-    return "x" not in taken or not (isinstance(value, bool | int | float | list) or value == "x")
+def _is_one_of_any(name: str, key: str, beside: dict[str, Any], value: Any) -> bool:
+    """Whether a value tells nothing, since any other would do: a word that is none is taken, too."""
+    is_any = isinstance(value, bool | int | float | list) or value == "x"
+    return is_any and next(_taken(name, key, beside, ("x",)), None) is not None
+
+
+def _prefix(name: str, key: str) -> str:
+    return max((prefix for prefix in BESIDE[name] if key.startswith(prefix)), key=len)
 
 
 def _beside(name: str, key: str) -> dict[str, Any]:
-    prefix = max((prefix for prefix in BESIDE[name] if key.startswith(prefix)), key=len)
-    return BESIDE[name][prefix]
+    return BESIDE[name][_prefix(name, key)]
 
 
-def _taken(name: str, key: str, beside: dict[str, Any]) -> Iterator[tuple[Any, Reading]]:
-    """The values that the reader takes for a key, and what it makes of them."""
-    for value in (VALUES[name][key],) if key in VALUES[name] else (*_words(name, key, beside), *KINDS):
+@cache
+def _plain(name: str, prefix: str) -> list[Any]:
+    """What the configuration means without the key."""
+    return _values(_read(name, BESIDE[name][prefix]))
+
+
+def _tried(name: str, key: str, beside: dict[str, Any]) -> tuple[Any, ...]:
+    return *_words(name, key, beside), *KINDS
+
+
+def _taken(name: str, key: str, beside: dict[str, Any], values: Iterable[Any]) -> Iterator[tuple[Any, Reading]]:
+    """Those of the values that the reader takes for a key, and what it makes of them."""
+    for value in values:
         reading = _read(name, _with(beside, key, value))
         verdict = next((each for each in reading.verdicts if _is(each.key, key)), None)
         if verdict is not None and not (verdict.kind == "refused" and _is_no_value(verdict.why)):
