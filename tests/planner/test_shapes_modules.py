@@ -30,6 +30,7 @@ from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.experts import MixtureConfig
 from terrazzo.train.planning.as_setup import setup_of
+from tests.planner.built import ASKED, answer_here
 from tests.planner.test_shapes import CONFIGS, EXPERTS, SMALL, assert_same_units, label, on_meta, tensors_of
 
 DECODER = DecoderConfig(vocab_size=500, dim=96, layers=3, heads=6, kv_heads=2, ffn_dim=160, max_sequence_length=64)
@@ -224,11 +225,7 @@ BUILT: list[dict[str, Any]] = [
 
 @pytest.fixture
 def built_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are built in this process, which has imported what takes another one seconds."""
-    monkeypatch.setattr(
-        "terrazzo.planner.model.transformers._answer",
-        lambda request, _name: json.loads(json.dumps(meta.answer(json.loads(request)))),
-    )
+    monkeypatch.setattr(ASKED, answer_here)
 
 
 @pytest.mark.usefixtures("built_here")

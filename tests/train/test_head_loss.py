@@ -19,6 +19,7 @@ from terrazzo.train.model.huggingface import one_sequence_per_row
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight import check
+from tests.planner.built import ASKED, answer_here
 from tests.train.test_pipeline import EXPERTS, staged, summary_as_alone
 from tests.train.test_preferences import llama_config
 from tests.train.test_session import config_in, trained
@@ -120,6 +121,7 @@ def test_the_planner_reckons_with_the_loss_that_the_run_computes(
     """Gemma 2 caps its logits, Cohere and Granite scale them, and heads of Phi and GPT-J have a bias."""
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(head_loss, "MANY_LOGITS", 1)
+    monkeypatch.setattr(ASKED, answer_here)
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     small |= {"num_key_value_heads": 2, "vocab_size": 64} | more
     transformers.AutoConfig.for_model(family, **small).save_pretrained(tmp_path)
