@@ -103,7 +103,7 @@ class Manual(Regression):
 
 
 def data() -> DataLoader[Any]:
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=4)
 
 
@@ -196,7 +196,7 @@ def resumed(folder: str) -> None:
 def test_resuming_is_exact(tmp_path: Path, two_processes: Pool) -> None:
     two_processes.run(resumed, str(tmp_path / "checkpoints"))
     source = tz.checkpoint.open_source(tmp_path / "checkpoints" / "last.ckpt")
-    assert source.step == 32
+    assert source.step == 20
     assert "layers.0.0.weight" in source.tensors  # names are the module's own
 
 
@@ -243,7 +243,7 @@ def weights_only(folder: str) -> None:
     fitted = [trainer(), trainer("ddp")]
     for each in fitted:
         each.fit(Regression(), data(), ckpt_path=f"{folder}/ddp.ckpt")
-    assert fitted[0].global_step == fitted[1].global_step == 16
+    assert fitted[0].global_step == fitted[1].global_step == 10
     for name, value in fitted[1].lightning_module.named_parameters():
         torch.testing.assert_close(weights_of(fitted[0])[name], value, rtol=0, atol=2e-6, msg=name)
 
@@ -285,7 +285,7 @@ def stages() -> None:
     running.fit_loop.max_epochs, kept = 2, running.optimizers[0]
     running.fit(module, data(), data())  # with a new optimizer
     assert engine_of(running.model).optimizer is running.optimizers[0] is not kept
-    assert running.global_step == 16
+    assert running.global_step == 10
     with pytest.raises(tz.Misuse, match="another Trainer"):
         trainer().fit(module, data())
 
