@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,46 @@ def as_received(delta: Tensor, traffic: str) -> Tensor:
 
 
 def plain_diloco(
-    base: nn.Module, settings: tz.DiLoCo, replicas: int, shards: int, steps: int
+    base: nn.Module,
+    settings: tz.DiLoCo,
+    replicas: int,
+    shards: int,
+    steps: int,
+    fragments: Sequence[Sequence[str]] = ((),),
 ) -> list[dict[str, Tensor]]:
-    """The weights of each replica behind `steps` steps: everything by hand, in one process."""
+    """The weights of each replica behind `steps` steps: everything by hand, in one process.
+
+    Args:
+        fragments: the beginnings of their parameters' names; of the last, any others.
+    """
     models = [copy.deepcopy(base) for _ in range(replicas)]
     optimizers = [adamw(model.parameters()) for model in models]
+    each = [dict(model.named_parameters()) for model in models]
     first = {name: value.detach().clone() for name, value in base.named_parameters()}
     momentum = {name: torch.zeros_like(value) for name, value in first.items()}
+    left, names_of = [*first], list[list[str]]()
+    for beginnings in fragments:
+        names_of.append([name for name in left if name.startswith(tuple(beginnings) or "")])
+        left = [name for name in left if name not in names_of[-1]]
+
+    def outer_gradient(name: str) -> Tensor:
+        deltas = [as_received(first[name] - own[name].detach(), settings.traffic) for own in each]
+        total = deltas[0]
+        for other in deltas[1:]:
+            total = total + other
+        return total / replicas
+
+    def outer_step(deltas: dict[str, Tensor], kept: float) -> None:
+        for name, delta in deltas.items():
+            momentum[name] = momentum[name] * settings.momentum + delta
+            step_of = momentum[name] * settings.momentum + delta
+            first[name] = first[name] - step_of * settings.lr
+            for own in each:
+                mixed = own[name].detach() * kept + first[name] * (1 - kept) if kept else first[name]
+                own[name].data.copy_(mixed)
+
+    every, count, delay = settings.sync_every, settings.fragments, settings.delay
+    meet_every, queue = settings.meet_every or every, list[tuple[int, dict[str, Tensor]]]()
     for step in range(steps):
         for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             total: dict[str, Tensor] = {}
@@ -95,22 +129,16 @@ def plain_diloco(
                 parameter.grad = total[name].div_(shards)
             optimizer.step()
             optimizer.zero_grad()
-        if (step + 1) % settings.sync_every:
-            continue
-        each = [dict(model.named_parameters()) for model in models]
-        with torch.no_grad():
-            for name, weights in first.items():
-                deltas = [as_received(weights - own[name], settings.traffic) for own in each]
-                delta = deltas[0]
-                for other in deltas[1:]:
-                    delta = delta + other
-                delta = delta / replicas
-                momentum[name] = momentum[name] * settings.momentum + delta
-                step_of = momentum[name] * settings.momentum + delta
-                first[name] = weights - step_of * settings.lr
-                for own in each:
-                    own[name].copy_(first[name])
-    return [{name: value.detach() for name, value in model.named_parameters()} for model in models]
+        behind = step % meet_every + 1
+        for number, names in enumerate(names_of):
+            leaves = (behind - (number + 1) * every // count) % every == 0 and behind >= (number + 1) * every // count
+            if leaves and behind + delay < meet_every:
+                queue.append((behind + delay, {name: outer_gradient(name) for name in names}))
+        if queue and queue[0][0] == behind:
+            outer_step(queue.pop(0)[1], settings.mixing if delay else 0)
+        if behind == meet_every:
+            outer_step({name: outer_gradient(name) for name in first}, 0)
+    return [{name: value.detach() for name, value in own.items()} for own in each]
 
 
 @pytest.mark.cover(strength=1, turns=2, plan=places)
@@ -134,6 +162,49 @@ def test_each_bit_is_that_of_plain_copies(plan: str, replicas: int, shards: int,
         train(model, optimizer, steps, rank)
         assert_equal(masters(model), wanted[rank // shards])
         assert_equal(full_parameters(model), wanted[rank // shards])
+
+    on_ranks(replicas * shards, body)
+
+
+FRAGMENTS = {1: [[]], 2: [["embed", "head"], []], 3: [["embed", "head"], ["blocks.0"], []]}
+"""Of `Even`, whose first unit is the root."""
+
+
+@pytest.mark.cover(strength=1, turns=2, plan=places)
+@pytest.mark.parametrize(
+    ("plan", "replicas", "shards", "settings"),
+    [
+        ("zero3", 2, 2, tz.DiLoCo(4, lr=0.6, fragments=2, delay=1, meet_every=8)),
+        ("zero0", 2, 2, tz.DiLoCo(3, lr=0.6, fragments=3, delay=1, meet_every=6, mixing=0.3)),
+        ("zero2", 3, 1, tz.DiLoCo(2, lr=0.6, delay=2, meet_every=6)),
+        ("zero3@cpu-all", 2, 2, tz.DiLoCo(4, lr=0.6, fragments=2, delay=2, meet_every=8)),
+        ("zero0@cpu", 2, 2, tz.DiLoCo(4, lr=0.6, fragments=2, meet_every=8)),
+        ("zero0@nvme", 2, 2, tz.DiLoCo(2, lr=0.6, fragments=2, delay=1, meet_every=4)),
+        ("zero3", 2, 2, tz.DiLoCo(4, lr=0.6, traffic="int8", fragments=3, delay=1, meet_every=8)),
+        ("zero1", 3, 1, tz.DiLoCo(4, lr=0.6, momentum=0, traffic="int8", fragments=2, delay=1, meet_every=8)),
+        ("zero3", 1, 2, tz.DiLoCo(4, lr=0.6, fragments=2, delay=1, meet_every=8)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fragments_that_stream_have_the_bits_of_plain_copies(
+    plan: str, replicas: int, shards: int, settings: tz.DiLoCo, tmp_path: Path
+) -> None:
+    base, meet_every = Even(), settings.meet_every or 0
+    steps, fragments = meet_every + settings.sync_every + settings.delay, FRAGMENTS[settings.fragments]
+    wanted = [plain_diloco(base, settings, replicas, shards, each, fragments) for each in (meet_every, steps)]
+    tier = tz.Plan.named("zero0").on(optim="nvme") if plan == "zero0@nvme" else plan
+    offload = tz.Offload(path=tmp_path, direct=False) if "nvme" in plan else None
+
+    def body(rank: int) -> None:
+        mesh = mesh_of(replicas, shards)
+        model, optimizer = tz.shard(
+            copy.deepcopy(base), adamw, tier, mesh=mesh, offload=offload, units=["blocks.*"], diloco=settings
+        )
+        train(model, optimizer, meet_every, rank)
+        assert_equal(masters(model), wanted[0][0])  # of any replica
+        train(model, optimizer, steps - meet_every, rank, meet_every)
+        assert_equal(masters(model), wanted[1][rank // shards])
+        assert_equal(full_parameters(model), wanted[1][rank // shards])
 
     on_ranks(replicas * shards, body)
 
@@ -227,6 +298,38 @@ def test_the_bill_has_what_an_outer_step_keeps_and_needs(plan: str, traffic: Any
     on_ranks(4, body)
 
 
+@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.parametrize("traffic", ["fp32", "int8"])
+@pytest.mark.parametrize("plan", ["zero0", "zero3", "zero0@cpu"])
+def test_a_round_that_streams_takes_and_sends_what_is_promised(plan: str, traffic: Any) -> None:
+    settings = tz.DiLoCo(4, traffic=traffic, fragments=2, delay=1, meet_every=8)
+
+    def body(rank: int) -> None:
+        mesh = mesh_of(2, 2)
+        model, optimizer = tz.shard(Even(), adamw, plan, mesh=mesh, units=["blocks.*"], diloco=settings)
+        engine = engine_of(model)
+        bill = engine.bill
+        train(model, optimizer, 8, rank)
+        engine.traffic.reset()
+        train(model, optimizer, 8, rank, 8)
+        assert engine.peak_transient_bytes == bill.transient_bytes
+        expected = engine.promise.outer_traffic().bytes
+        for _ in range(8):
+            expected += engine.promise.traffic().bytes
+        assert engine.traffic.bytes == expected
+        sent = engine.traffic.bytes["all_reduce" if traffic == "fp32" else "all_gather"]
+        train(model, optimizer, 7, rank, 16)
+        engine.traffic.reset()
+        train(model, optimizer, 1, rank, 23)
+        assert engine.traffic.bytes == engine.promise.traffic(ends_round=True).bytes - Counter(
+            control=engine.promise.outer_traffic().bytes["control"]
+        )
+        largest = max(sum(b.spec.numel(b.spec.outer_axes) for b in part) for part in engine.outer._fragments)
+        assert sent and bill.transient_bytes > 4 * largest
+
+    on_ranks(4, body)
+
+
 def test_masters_on_nvme_that_are_whole_come_together_in_memory_that_the_bill_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,9 +345,10 @@ def test_masters_on_nvme_that_are_whole_come_together_in_memory_that_the_bill_ha
         engine.outer.begin()
         engine.settle()
         engine.tally.reset()
+        assert engine.outer.count_step()
         engine.outer.run()
         whole_bytes = 4 * max(bucket.spec.full_numel for bucket in engine.trainable())
-        assert engine.peak_transient_bytes == dry_run_outer_step(engine.buckets()).ledger.peak_bytes == whole_bytes
+        assert engine.peak_transient_bytes == dry_run_outer_step(engine.units).ledger.peak_bytes == whole_bytes
 
     on_ranks(4, body)
 
@@ -491,6 +595,7 @@ REFUSED = {
     "masters": ({"precision": "bf16-pure"}, r"master weights in bf16"),
     "in backward": ({"plan": "zero3@cpu", "offload": tz.Offload(step="backward")}, r"step='backward'"),
     "several": ({"several": True}, r"one optimizer with several param groups"),
+    "fragments": ({"diloco": tz.DiLoCo(9, fragments=9, meet_every=18)}, r"units of this model are trained here"),
     "no settings": ({"diloco": 10}, r"pass a tz\.DiLoCo"),
 }
 
@@ -516,8 +621,15 @@ def test_what_cannot_be_is_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"sync_every": 0}, {"sync_every": True}, {"lr": 0}, {"lr": "1"}, {"momentum": 1}, {"traffic": "int4"}]
-)
+    "wrong",
+    [
+        {"sync_every": 0}, {"sync_every": True}, {"lr": 0}, {"lr": "1"}, {"momentum": 1}, {"traffic": "int4"},
+        {"fragments": 0}, {"fragments": 11}, {"delay": -1}, {"delay": 6, "fragments": 2}, {"mixing": 1},
+        {"meet_every": 20}, {"meet_every": None, "delay": 1}, {"meet_every": 10, "delay": 1},
+        {"meet_every": 25, "fragments": 2},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(tz.BadInput, match=f"diloco: {next(iter(wrong))}"):
         tz.DiLoCo(**{"sync_every": 10, **wrong})
@@ -557,6 +669,44 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(saved: str, lo
     with pytest.warns(UserWarning, match=r"the momentum of the outer step \(DiLoCo\), which nothing keeps") as caught:
         on_ranks(4, body)
     assert len(caught) == 1  # of rank 0, where gradients are summed
+
+
+STREAMING = tz.DiLoCo(4, lr=0.6, traffic="int8", fragments=2, delay=2, meet_every=8)
+
+
+def streaming(plan: str, shards: int = 2, replicas: int = 2) -> Any:
+    mesh = mesh_of(replicas, shards)
+    return tz.shard(Even(), adamw, plan, mesh=mesh, units=["blocks.*"], diloco=STREAMING)
+
+
+def test_replicas_that_stream_go_on_from_where_they_met_on_fewer_ranks_too(tmp_path: Path) -> None:
+    """The ranks of a replica read the same, so that a rank alone has the bits of their mean."""
+
+    def run(rank: int) -> dict[str, Tensor]:
+        model, optimizer = streaming("zero3")
+        train(model, optimizer, 7, rank // 2)
+        with pytest.raises(tz.Misuse, match=r"7 optimizer steps into a round of 8.*1 steps later"):
+            tz.checkpoint.save(tmp_path / "within", model, optimizer, {})
+        train(model, optimizer, 1, rank // 2, 7)
+        tz.checkpoint.save(tmp_path / "a", model, optimizer, {})
+        train(model, optimizer, 11, rank // 2, 8)
+        return masters(model)
+
+    def go_on(plan: str, shards: int) -> Any:
+        def body(rank: int) -> dict[str, Tensor]:
+            model, optimizer = streaming(plan, shards)
+            train(model, optimizer, 3, rank // shards)  # its first exchange is under way
+            tz.checkpoint.load(tmp_path / "a", model, optimizer)
+            train(model, optimizer, 11, rank // shards, 8)
+            return masters(model)
+
+        return body
+
+    wanted = on_ranks(4, run)
+    for rank, found in enumerate(on_ranks(4, go_on("zero2", 2))):
+        assert_equal(found, wanted[rank])
+    for rank, found in enumerate(on_ranks(2, go_on("zero0", 1))):
+        assert_equal(found, wanted[rank * 2])
 
 
 def test_what_had_no_gradients_in_a_replica_has_no_state_there_when_it_goes_on(tmp_path: Path) -> None:

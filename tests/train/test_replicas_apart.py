@@ -32,26 +32,41 @@ from tests.train.test_loop import command, curve, environment, metrics
 APART = ("plan.mesh.dp_replicate=2", "plan.sync_every=3", "plan.outer.traffic=int8", "train.steps=9")
 
 
+STREAMING = (
+    *("plan.mesh.dp_replicate=2", "plan.sync_every=2", "plan.outer.traffic=int8", "plan.outer.fragments=2"),
+    *("plan.outer.delay=1", "plan.outer.meet_every=4", "train.steps=12"),
+)
+
+
 @pytest.mark.processes
-def test_a_run_saves_at_the_ends_of_rounds_and_goes_on_from_there_bit_for_bit(tmp_path: Path) -> None:
-    done = programs.run(*command(tmp_path, *APART, "checkpoint.every=4"), env=environment())
+@pytest.mark.parametrize(
+    ("words", "steps", "ends"),
+    [(APART, "an outer step every 3 steps", [3, 6, 9]), (STREAMING, "groups meet every 4 steps", [4, 8, 12])],
+    ids=["rounds", "fragments that stream"],
+)
+def test_a_run_saves_at_the_ends_of_rounds_and_goes_on_from_there_bit_for_bit(
+    tmp_path: Path, words: tuple[str, ...], steps: str, ends: list[int]
+) -> None:
+    every = f"checkpoint.every={ends[0] + 1}"
+    done = programs.run(*command(tmp_path, *words, every), env=environment())
     assert done.returncode == 0, done.stderr
-    assert "rounds    2 groups (plan.mesh.dp_replicate) train by themselves, an outer step every 3 steps" in done.stdout
+    assert "rounds    2 groups (plan.mesh.dp_replicate) train by themselves, an outer step every " in done.stdout
+    assert steps in done.stdout
     expected, validation = curve(tmp_path), metrics(tmp_path, "validation")
-    assert [point[0] for point in expected] == [3, 6, 9]
+    assert [point[0] for point in expected] == ends
     assert expected[-1][1] < expected[0][1]
-    assert [line["step"] for line in validation] == [0, 3, 6, 9]
+    assert [line["step"] for line in validation] == [0, *ends]
     summary = metrics(tmp_path, "summary")[0]
     assert summary["traffic_bytes_measured"] == summary["traffic_bytes_promised"]
     assert summary["transient_bytes_measured"] == summary["transient_bytes_promised"]
     assert summary["state_bytes_measured"] == summary["state_bytes_promised"]
     checkpoints = tmp_path / "run" / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000006", "step-00000009"]
-    shutil.rmtree(checkpoints / "step-00000009")
+    assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-{end:08}" for end in ends[1:]]
+    shutil.rmtree(checkpoints / f"step-{ends[2]:08}")
 
-    first, second = programs.on_ranks(2, *command(tmp_path, *APART, "checkpoint.resume=required"))
+    first, second = programs.on_ranks(2, *command(tmp_path, *words, "checkpoint.resume=required"))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert "resumed at step 6" in first.stdout
+    assert f"resumed at step {ends[1]}" in first.stdout
     assert curve(tmp_path) == expected
     assert metrics(tmp_path, "validation") == validation
 

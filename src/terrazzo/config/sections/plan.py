@@ -71,6 +71,19 @@ class OuterConfig(Section):
     traffic: Literal["fp32", "int8"] = Field(
         "fp32", description="what weights' differences are sent as; `int8`: blocks of 256 codes with a scale"
     )
+    fragments: int = Field(
+        1, gt=0, description="sets of neighbouring units that take it by turns, each every plan.sync_every steps"
+    )
+    delay: int = Field(0, ge=0, description="steps that are trained while differences are on their way; 0: they wait")
+    mixing: float = Field(
+        0.5, ge=0, lt=1, description="share of their own weights that groups keep at an outer step with a delay"
+    )
+    meet_every: int | None = Field(
+        None,
+        gt=0,
+        description="steps of a round where there are fragments or a delay, a multiple of plan.sync_every: then all "
+        "fragments take an outer step and groups have equal weights; null: without them, each outer step ends a round",
+    )
 
 
 class PlanConfig(Named):
@@ -99,6 +112,11 @@ class PlanConfig(Named):
         "joins their weights (DiLoCo, local SGD); null: gradients are summed over the groups in every step",
     )
     outer: OuterConfig = OuterConfig()
+
+    @property
+    def round_steps(self) -> int | None:
+        """Steps from one time that groups which train by themselves have equal weights to the next; None without."""
+        return None if self.sync_every is None else self.outer.meet_every or self.sync_every
 
     @model_validator(mode="before")
     @classmethod

@@ -86,6 +86,11 @@ class Handle:
         self._works, self._keep, self._times, self._moments, self.queued = works, keep, times, moments, queued
         self._ordinal = times.ordinal if times is not None else 0
 
+    @property
+    def ended(self) -> bool:
+        """Whether the thread that does the work has noted its end; others note none."""
+        return self._moments is not None and self._moments.done is not None
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Return once the results may be used: by the host for gloo, by the current stream for NCCL.
 
@@ -197,6 +202,11 @@ class Transfer(Generic[T]):
                 self._give(stretch.released)
             if not self._stretches:
                 self._outlive = []
+
+    def advance_if_ended(self) -> None:
+        """Start the next collective if the one in flight is known to have ended; never wait."""
+        if self._in_flight is not None and self._in_flight.ended:
+            self.advance()
 
     def finish(self) -> T:
         """Run the chain to its end and return its result."""

@@ -4,7 +4,7 @@ The real schedule runs; its units count bytes. So what it says is what the engin
 
     counting `CountingUnit` in place of `Unit`: each gather, release and sum as bytes in a ledger
     step     the schedule of a step, run on such units
-    outer    an outer step of replicas that train by themselves, likewise
+    outer    outer steps of replicas that train by themselves, likewise
     bill     `MemoryBill`: states by shape, place and dtype, and the peak of such a step
     promise  both, asked of a sharded model by the number of micro-batches
 

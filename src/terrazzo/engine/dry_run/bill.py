@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.dry_run.outer import dry_run_outer_step
+from terrazzo.engine.dry_run.outer import dry_run_fragments, dry_run_outer_step, under_way_bytes
 from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.offload.needs import disk_bytes, host_bytes, host_sum_bytes, moment_names, need_of
 from terrazzo.engine.offload.options import Offload
@@ -95,16 +95,20 @@ def memory_bill(
     need = need_of(buckets, templates, offload.cell_numel)
     resting, reduces_each = resting_bytes(specs), step.micro_batches > 1 and not step.local_sums
     summed_bytes = sum(host_sum_bytes(spec) for spec in specs if spec.trainable)
-    tallies = [dry_run(units, step, templates), dry_run_outer_step(buckets)]
+    steps = [dry_run(units, step, templates)]
     if offload.step != "synchronous" and any(map(publishes_late, specs)):
-        tallies.append(dry_run(units, replace(step, behind_updates=True), templates))
+        steps.append(dry_run(units, replace(step, behind_updates=True), templates))
+    step_bytes, outer_bytes = (
+        max(tally.ledger.peak_bytes for tally in tallies)
+        for tallies in (steps, [dry_run_outer_step(units), *dry_run_fragments(units)])
+    )
     on_device, on_host = _average_bytes(specs) if averages else (0, 0)
     return MemoryBill(
         weight_bytes=resting["weight"],
         master_bytes=resting["master"],
         grad_bytes=resting["grad"],
         moments_bytes=_moments_bytes(updated_here, templates) if templates else 0,
-        transient_bytes=max(tally.ledger.peak_bytes for tally in tallies),
+        transient_bytes=max(step_bytes + under_way_bytes(units), outer_bytes),
         outer_bytes=resting["outer"],
         residual_bytes=resting["residuals"],
         average_bytes=on_device,

@@ -1,47 +1,103 @@
-"""A dry run of the outer step of replicas that train by themselves: what `model/outer_step` does, in bytes."""
+"""A dry run of outer steps of replicas that train by themselves: what `model/outer_step` does, in bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
-from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.dry_run.counting import CountingBucket, StepCounts
 from terrazzo.engine.instrumentation.tally import Tally
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.plan.bucket_spec import BucketSpec
+from terrazzo.engine.plan.diloco import DiLoCo
 
-__all__ = ["dry_run_outer_step"]
+__all__ = ["dry_run_fragments", "dry_run_outer_step", "under_way_bytes"]
 
 _ITEMSIZE = torch.float32.itemsize
 
 
-def dry_run_outer_step(buckets: Sequence[Bucket]) -> Tally:
-    """Transient memory and traffic of one outer step on this rank, and of what replicas compare as its round begins.
-
-    Nothing where there is none.
+def dry_run_outer_step(units: Sequence[Unit]) -> Tally:
+    """Transient memory and traffic on this rank of the outer step that ends a round, and of what replicas compare as
+    one begins. Nothing where there is none.
 
     Args:
-        buckets: all of the model; they need not be built.
+        units: all of the model; they need not be built.
     """
-    tally, trained = Tally(), [bucket.spec for bucket in buckets if bucket.spec.outer_states]
-    if not trained:
-        return tally
-    axes, settings = buckets[0].axes, trained[0].diloco
-    assert settings is not None, "an outer step has settings"
-    along, traffic, ledger = axes.along(axes.replica_axis[0]), tally.traffic, tally.ledger
-    for axis in axes.live(axes.whole_mesh):  # whether the round begins alike
-        traffic.record("control", (2 if axis in axes.replica_axis else 1) * torch.int64.itemsize)
-    for numel in settings.messages(sum(spec.numel(spec.outer_axes) for spec in trained)):
-        with ledger.holding(settings.held_bytes(numel, along.size, axes.device.type)):
-            if along.size > 1 and settings.traffic == "int8":
-                traffic.record("all_gather", settings.sent_bytes(numel, along.size))
-            elif along.size > 1:
-                with ledger.holding(along.receive_bytes(settings.message_numel(numel, along.size) * _ITEMSIZE)):
-                    traffic.record("all_reduce", settings.sent_bytes(numel, along.size))
-    for spec in trained:
-        with ledger.holding(spec.outer_gathers_apart * spec.numel(spec.optim_axes) * _ITEMSIZE):
-            for move in spec.outer_gathers:
-                traffic.record(move.kind, int(move.sent_bytes))
-        Transfer(CountingBucket(spec, StepCounts(traffic, ledger, None)).publish()).finish()
+    tally, trained = Tally(), _trained(units)
+    if trained:
+        axes, specs = units[0].buckets[0].axes, list(chain(*trained))
+        for axis in axes.live(axes.whole_mesh):  # whether the round begins alike
+            tally.traffic.record("control", (2 if axis in axes.replica_axis else 1) * torch.int64.itemsize)
+        for numel in _settings(trained).messages(_numel(specs)):
+            _exchange(tally, _settings(trained), numel, axes)
+        _set_masters(tally, specs)
     return tally
+
+
+def dry_run_fragments(units: Sequence[Unit]) -> list[Tally]:
+    """The same of each outer step within a round; none where replicas do not stream."""
+    tallies, trained = list[Tally](), _trained(units)
+    for specs in _fragments(trained):
+        tallies.append(Tally())
+        if numel := _numel(specs):
+            _exchange(tallies[-1], _settings(trained), numel, units[0].buckets[0].axes)
+        _set_masters(tallies[-1], specs)
+    return tallies
+
+
+def under_way_bytes(units: Sequence[Unit]) -> int:
+    """The most memory that an exchange has which is under way while steps are taken."""
+    trained, axes = _trained(units), units[0].buckets[0].axes
+    if not trained or not _settings(trained).delay or axes.size(axes.replica_axis) == 1:
+        return 0
+    return max(_exchange_bytes(_settings(trained), _numel(specs), axes) for specs in _fragments(trained))
+
+
+def _trained(units: Sequence[Unit]) -> list[list[BucketSpec]]:
+    """What outer steps are taken of, by unit."""
+    by_unit = ([bucket.spec for bucket in unit.buckets if bucket.spec.outer_states] for unit in units)
+    return [specs for specs in by_unit if specs]
+
+
+def _settings(trained: Sequence[Sequence[BucketSpec]]) -> DiLoCo:
+    settings = trained[0][0].diloco
+    assert settings is not None, "an outer step has settings"
+    return settings
+
+
+def _fragments(trained: Sequence[Sequence[BucketSpec]]) -> list[list[BucketSpec]]:
+    if not trained or not _settings(trained).streams:
+        return []
+    return [list(chain(*part)) for part in _settings(trained).cut(trained)]
+
+
+def _numel(specs: Sequence[BucketSpec]) -> int:
+    return sum(spec.numel(spec.outer_axes) for spec in specs)
+
+
+def _exchange_bytes(settings: DiLoCo, numel: int, axes: Axes) -> int:
+    """Memory of one message, with what arrives of it."""
+    along = axes.along(axes.replica_axis[0])
+    sums = along.size > 1 and settings.traffic == "fp32"
+    received = along.receive_bytes(settings.message_numel(numel, along.size) * _ITEMSIZE) if sums else 0
+    return settings.held_bytes(numel, along.size, axes.device.type) + received
+
+
+def _exchange(tally: Tally, settings: DiLoCo, numel: int, axes: Axes) -> None:
+    replicas = axes.size(axes.replica_axis)
+    with tally.ledger.holding(_exchange_bytes(settings, numel, axes)):
+        if replicas > 1:
+            kind = "all_gather" if settings.traffic == "int8" else "all_reduce"
+            tally.traffic.record(kind, settings.sent_bytes(numel, replicas))
+
+
+def _set_masters(tally: Tally, specs: Sequence[BucketSpec]) -> None:
+    for spec in specs:
+        with tally.ledger.holding(spec.outer_gathers_apart * spec.numel(spec.optim_axes) * _ITEMSIZE):
+            for move in spec.outer_gathers:
+                tally.traffic.record(move.kind, int(move.sent_bytes))
+        Transfer(CountingBucket(spec, StepCounts(tally.traffic, tally.ledger, None)).publish()).finish()

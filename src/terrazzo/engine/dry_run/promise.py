@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
-from terrazzo.engine.dry_run.outer import dry_run_outer_step
+from terrazzo.engine.dry_run.outer import dry_run_fragments, dry_run_outer_step
 from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.engine.offload.options import Offload
@@ -70,17 +70,20 @@ class Promise:
         """
         sent = dry_run(self.units, self._step(micro_batches, local), self.templates()).traffic
         if ends_round:
-            outer = self.outer_traffic()
-            sent.count.update(outer.count)
-            sent.bytes.update(outer.bytes)
+            _add(sent, dry_run_outer_step(self.units).traffic)
         return sent
 
     def outer_traffic(self) -> Traffic:
         """Traffic of a round from this rank, beside `traffic` of its steps; see `DiLoCo`.
 
-        It is of the outer step, in the round's last one; but for its "control", which is of the first.
+        It is of the outer step in the round's last one, but for its "control", which is of the first; and of those of
+        fragments within the round.
         """
-        return dry_run_outer_step([bucket for unit in self.units for bucket in unit.buckets]).traffic
+        sent, settings = dry_run_outer_step(self.units).traffic, self.sharding.diloco
+        fragments = dry_run_fragments(self.units)
+        for number in settings.exchanged_in_round() if settings is not None and fragments else ():
+            _add(sent, fragments[number].traffic)
+        return sent
 
     def _step(self, micro_batches: int | None, local: bool | None) -> StepSpec:
         order = self.schedule.order
@@ -89,3 +92,8 @@ class Promise:
             return StepSpec.least(self.schedule.prefetch, self.stages, self.buffer_bytes, reached)
         adds = self.stages is not None or self.sharding.fate_of(last=False, local=local) is GradientFate.LOCAL
         return StepSpec(self.schedule.prefetch, micro_batches, adds, self.stages, self.buffer_bytes, reached=reached)
+
+
+def _add(sent: Traffic, more: Traffic) -> None:
+    sent.count.update(more.count)
+    sent.bytes.update(more.bytes)

@@ -27,6 +27,11 @@ def described(sharding: ShardingSpec, units: Sequence[Unit], why: str) -> str:
             f"replicas: {replicas} (dp_replicate) train by themselves, outer step every {settings.sync_every} steps, "
             f"lr {settings.lr:g}, momentum {settings.momentum:g}, in {settings.traffic}"
         )
+        if settings.streams:
+            lines.append(
+                f"  {settings.fragments} fragments take it by turns, {settings.delay} steps behind, of which replicas "
+                f"keep {settings.kept:g} of their own weights, and meet every {settings.round_steps} steps"
+            )
     lines += [f"precision: {sharding.precision}", f"{len(units)} units ({why}):"]
     lines += [f"  {unit.name or '(root)':<40}{unit.numel:>16,} elements{_elsewhere(unit)}" for unit in units]
     return "\n".join(line.rstrip() for line in lines)

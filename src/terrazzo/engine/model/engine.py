@@ -102,7 +102,8 @@ class Engine:
         settings, templates = self.store.settings, lambda: drivers.templates
         self.promise = Promise(units, self.sharding, schedule, templates, settings, self.stages, self.buffer_bytes)
         if (diloco := self.sharding.diloco) is not None:
-            self.outer = OuterSteps(diloco, self.trainable(), self.axes, self.tally)
+            trained = [buckets for unit in units if (buckets := list(unit.trainable()))]
+            self.outer = OuterSteps(diloco, trained, self.axes, self.tally)
         self.blocks = GatheredBlocks(units, schedule, hooks, self.axes, self.outer)
 
     @property
@@ -208,11 +209,10 @@ class Engine:
             self.outer.begin()
 
     def after_step(self) -> None:
-        """An optimizer has stepped: after the last step of a round replicas agree on weights."""
+        """An optimizer has stepped: an outer step may be due, which after the last step of a round all weights take."""
         if self.outer is not None and self.outer.count_step():
             self.settle()
-            self.outer.run()
-            self.publish()
+            self.publish(self.outer.run())
 
     def restart_round(self) -> None:
         """Other weights have been loaded: replicas that train by themselves begin a round with these."""

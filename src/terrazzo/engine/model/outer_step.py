@@ -1,14 +1,19 @@
-"""The outer step of replicas that train by themselves: see `DiLoCo`.
+"""The outer steps of replicas that train by themselves: see `DiLoCo`.
 
 Each rank has a part of the weights that a round began with, and of their momentum, cut over the ranks of its replica.
 It exchanges outer gradients of that part with the ranks of the other replicas that have the same part. They are summed
 in the order of the replicas, and all take the same bytes: so all replicas go on from the same bits.
+
+Replicas that stream exchange a fragment at a time within a round, one behind the other. Nothing else goes along their
+axis there, so that nobody waits behind an exchange that is under way.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -40,22 +45,35 @@ class _Part(NamedTuple):
     in_message: Range
 
 
+class _StreamedStep(NamedTuple):
+    """The outer step of a fragment whose exchange goes on beside training."""
+
+    buckets: Sequence[Bucket]
+    exchange: Transfer[None]
+    merges_behind: int
+
+
 class OuterSteps:
-    """The rounds of one model: optimizer steps of each replica by itself, and then an outer step.
+    """The rounds of one model: optimizer steps of each replica by itself, outer steps of fragments among them where
+    replicas stream, and at the end an outer step of all.
 
     Args:
-        buckets: the trained ones, built.
+        units: the trained buckets of each unit that has some, built.
         axes: of this rank's replica.
 
     Attributes:
         steps: of the optimizer in this round.
-        number: outer steps that there were.
+        number: rounds that there were.
     """
 
-    def __init__(self, settings: DiLoCo, buckets: Sequence[Bucket], axes: Axes, tally: Tally) -> None:
+    def __init__(self, settings: DiLoCo, units: Sequence[Sequence[Bucket]], axes: Axes, tally: Tally) -> None:
         self.settings, self.steps, self.number = settings, 0, 0
-        self._buckets, self._axes, self._ledger = buckets, axes, tally.ledger
+        self._buckets = list(chain(*units))
+        self._fragments = [list(chain(*part)) for part in settings.cut(units)]
+        self._axes, self._ledger = axes, tally.ledger
         self._along = axes.along(axes.replica_axis[0])
+        self._under_way: _StreamedStep | None = None
+        self._label = Label(Purpose.OUTER)
 
     @property
     def begins(self) -> bool:
@@ -81,9 +99,13 @@ class OuterSteps:
                     noted.copy_(weights)
         self._compare()
 
+    @torch.no_grad()
     def restart(self) -> None:
         """The next optimizer step is the first of a round, of weights that have been loaded. On all replicas alike."""
         self.steps = 0
+        if self._under_way is not None:  # the others have begun it, too
+            self._under_way.exchange.finish()
+            self._under_way = None
 
     def require_round_ended(self, what: str) -> None:
         """Refuse `what` within a round, where each replica has weights of its own.
@@ -92,28 +114,64 @@ class OuterSteps:
             Misuse: there.
         """
         if self.steps:
-            every = self.settings.sync_every
+            every = self.settings.round_steps
             raise Misuse(
                 f"{what} {self.steps} optimizer steps into a round of {every}, where each replica (dp_replicate) has "
                 f"weights of its own: do it after an outer step, {every - self.steps} steps later."
             )
 
+    @torch.no_grad()
     def count_step(self) -> bool:
-        """The optimizer has stepped; whether an outer step is due."""
+        """The optimizer has stepped; whether there is something to `run`."""
         self.steps += 1
-        return self.steps == self.settings.sync_every
+        if self._under_way is not None:
+            self._under_way.exchange.advance_if_ended()
+        settings = self.settings
+        return self.steps == settings.round_steps or self._merges or settings.fragment_behind(self.steps) is not None
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Set the master weights to those of the outer step; weights at rest have to follow. Collective."""
-        label = Label(Purpose.OUTER, number=self.number + 1)
+    def run(self) -> Sequence[Bucket]:
+        """End the outer step that is due, and begin the next; or take that of a round's end. Collective.
+
+        Returns:
+            The buckets whose master weights have been set: their weights at rest have to follow.
+        """
+        changed = self._merge() if self._merges else []
+        if self.steps == self.settings.round_steps:
+            return self._meet()
+        if (fragment := self.settings.fragment_behind(self.steps)) is not None:
+            buckets = self._fragments[fragment]
+            self._next_label()
+            exchange = Transfer(self._step(next(_messages(self.settings, buckets, whole=True), [])), self._label)
+            self._under_way = _StreamedStep(buckets, exchange, self.steps + self.settings.delay)
+            changed = self._merge() if self._merges else changed
+        return changed
+
+    @property
+    def _merges(self) -> bool:
+        """Whether weights take in the outer step that is under way now."""
+        return self._under_way is not None and self._under_way.merges_behind == self.steps
+
+    def _merge(self) -> Sequence[Bucket]:
+        assert self._under_way is not None, "there is one to end"
+        buckets, exchange, _ = self._under_way
+        exchange.finish()
+        self._under_way = None
+        for bucket in buckets:
+            _set_master(bucket, self.settings.kept, self._label)
+        return buckets
+
+    def _meet(self) -> Sequence[Bucket]:
+        self._next_label()
         for parts in _messages(self.settings, self._buckets):
-            numel, device = parts[-1].in_message.stop, self._axes.device.type
-            with self._ledger.holding(self.settings.held_bytes(numel, self._along.size, device)):
-                self._exchange(parts, label)
+            Transfer(self._step(parts), self._label).finish()
         for bucket in self._buckets:
-            _set_master(bucket, label)
+            _set_master(bucket, 0.0, self._label)
         self.steps, self.number = 0, self.number + 1
+        return self._buckets
+
+    def _next_label(self) -> None:
+        self._label = replace(self._label, number=self._label.number + 1)
 
     def _compare(self) -> None:
         checksum = torch.zeros((), dtype=torch.int64, device=HOST)
@@ -128,19 +186,24 @@ class OuterSteps:
                 "between two rounds must be the same on all."
             )
 
-    def _exchange(self, parts: Sequence[_Part], label: Label) -> None:
-        """Have the mean of outer gradients, and take the step."""
+    def _step(self, parts: Sequence[_Part]) -> Moves[None]:
+        """Have the mean of outer gradients, and take the step with them."""
+        if not parts:
+            return
         numel, along, device = parts[-1].in_message.stop, self._along, self._axes.device
-        message = torch.zeros(self.settings.message_numel(numel, along.size), device=device)
-        for bucket, tile, within in _tiles(parts, device):
-            with bucket.outer[0].opened(tile) as first, bucket.exact.opened(tile) as weights:
-                message[within].copy_(first - weights)
-        mean = _mean_of_blocks if self.settings.traffic == "int8" else _mean
-        Transfer(mean(message, numel, along), label).finish()
-        for bucket, tile, within in _tiles(parts, device):
-            self._step(bucket.outer, tile, message[within])
+        with self._ledger.holding(self.settings.held_bytes(numel, along.size, device.type)):
+            message = torch.zeros(self.settings.message_numel(numel, along.size), device=device)
+            for bucket, tile, within in _tiles(parts, device):
+                with bucket.outer[0].opened(tile) as first, bucket.exact.opened(tile) as weights:
+                    message[within].copy_(first - weights)
+            mean = _mean_of_blocks if self.settings.traffic == "int8" else _mean
+            yield from mean(message, numel, along)
+            if self.begins:
+                return  # other weights have been loaded meanwhile
+            for bucket, tile, within in _tiles(parts, device):
+                self._update(bucket.outer, tile, message[within])
 
-    def _step(self, states: Sequence[Resting], tile: Range, gradient: Tensor) -> None:
+    def _update(self, states: Sequence[Resting], tile: Range, gradient: Tensor) -> None:
         """Each product is rounded by itself: the bits are those of any way to cut, and of plain PyTorch."""
         lr, momentum = self.settings.lr, self.settings.momentum
         with states[0].opened(tile, "change") as weights:
@@ -151,11 +214,11 @@ class OuterSteps:
             weights.sub_(step.mul(lr))
 
 
-def _messages(settings: DiLoCo, buckets: Sequence[Bucket]) -> Iterator[list[_Part]]:
-    """Messages of an outer step: this rank's parts of the buckets, one after the other."""
+def _messages(settings: DiLoCo, buckets: Sequence[Bucket], *, whole: bool = False) -> Iterator[list[_Part]]:
+    """Messages of an outer step: this rank's parts of the buckets, one after the other; a `whole` one has all."""
     owned = [(bucket, bucket.space.range(bucket.spec.outer_axes)) for bucket in buckets]
     left = deque((bucket, own) for bucket, own in owned if own.numel)
-    for numel in settings.messages(sum(own.numel for _, own in left)):
+    for numel in settings.messages(sum(own.numel for _, own in left), whole=whole):
         parts, end = list[_Part](), 0
         while end < numel:
             bucket, own = left.popleft()
@@ -189,18 +252,30 @@ def _mean_of_blocks(message: Tensor, numel: int, along: Collectives) -> Moves[No
     own.div_(along.size)
 
 
-def _set_master(bucket: Bucket, label: Label) -> None:
-    """Bring the new weights to where the optimizer's are; ranks that have more of these get the others' parts."""
+def _set_master(bucket: Bucket, kept: float, label: Label) -> None:
+    """Bring the new weights to where the optimizer's are; ranks that have more of these get the others' parts.
+
+    Args:
+        kept: share of what these were that stays.
+    """
     first, master = bucket.outer[0], bucket.exact
+    for cut in master.cuts(first.range):
+        for tile in cut.pieces(tile_numel(bucket.axes.device.type)) if kept else [cut]:
+            with master.opened(tile, "change" if kept else "replace") as weights, first.opened(tile) as new:
+                if kept:  # each product is rounded by itself, as in a step
+                    weights.mul_(kept).add_(new.mul(1 - kept))
+                else:
+                    weights.copy_(new)
     if bucket.spec.outer_axes == bucket.spec.optim_axes:
-        for cut in master.cuts(master.range):
-            with master.opened(cut, "replace") as weights, first.opened(cut) as new:
-                weights.copy_(new)
-    elif not bucket.spec.outer_gathers_apart:
+        return
+    if not bucket.spec.outer_gathers_apart:
         assert isinstance(master, Buffer), "collectives write to it"
-        Transfer(master.gather(first), label).finish()
-    else:
-        with bucket.ledger.holding(master.nbytes):
-            whole = bucket.space.empty(bucket.spec.optim_axes, master.dtype)
-            Transfer(whole.gather(first), label).finish()
-            master.save(whole)
+        Transfer(master.complete(bucket.spec.outer_axes), label).finish()
+        return
+    with bucket.ledger.holding(master.nbytes):
+        whole = bucket.space.empty(bucket.spec.optim_axes, master.dtype)
+        for cut in master.cuts(first.range):
+            with master.opened(cut) as own:
+                whole.part(cut).copy_(own)
+        Transfer(whole.complete(bucket.spec.outer_axes), label).finish()
+        master.save(whole)

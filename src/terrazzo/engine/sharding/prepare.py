@@ -49,7 +49,7 @@ from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.sharding.mesh_checks import check_group, check_kind, check_mesh
 from terrazzo.engine.sharding.model_checks import check_device, check_dtypes, check_model
 from terrazzo.engine.sharding.packed_checks import check_packed
-from terrazzo.engine.sharding.replica_checks import check_diloco
+from terrazzo.engine.sharding.replica_checks import check_diloco, check_fragments
 from terrazzo.engine.sharding.settings_checks import (
     check_graphs,
     check_offload,
@@ -202,6 +202,7 @@ def _lay_out(
     warn_of_unused(arguments.plan, options.offload, arguments.offloads_activations)
     warn_of_unused_formats(sharding, [bucket for unit in units for bucket in unit.buckets])
     trainable = [bucket for unit in units for bucket in unit.trainable()]
+    check_fragments(options.diloco, sum(any(unit.trainable()) for unit in units))
     check_several(len(built), trainable, arguments.precision, options.diloco)
     check_narrow(map(type, built), arguments.precision)
     templates = [OptimizerProbe(each, group, axes.device).template() for each in built for group in each.param_groups]

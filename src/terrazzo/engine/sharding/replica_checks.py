@@ -12,7 +12,7 @@ from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import DTYPE_NAMES, Precision
 from terrazzo.errors import BadInput
 
-__all__ = ["check_diloco"]
+__all__ = ["check_diloco", "check_fragments"]
 
 
 def check_diloco(diloco: object, plan: Plan, precision: Precision, axes: Axes, offload: Offload) -> None:
@@ -51,4 +51,17 @@ def check_diloco(diloco: object, plan: Plan, precision: Precision, axes: Axes, o
         raise BadInput(
             "diloco with offload step='backward', which updates weights before optimizer.step() notes those that a "
             "round begins with. Use step='overlapped', the default."
+        )
+
+
+def check_fragments(diloco: DiLoCo | None, trained_units: int) -> None:
+    """Refuse more fragments than there are units that are trained.
+
+    Raises:
+        BadInput: there.
+    """
+    if diloco is not None and diloco.fragments > max(1, trained_units):
+        raise BadInput(
+            f"diloco: fragments is {diloco.fragments}; they are sets of units, and {trained_units} units of this model "
+            f"are trained here: set fragments={trained_units} or fewer, or name smaller units."
         )

@@ -13,7 +13,7 @@ from terrazzo.planner.layout.stages import blocks_of_chunks, in_flight, last_tur
 from terrazzo.planner.memory.activations import BlockActivations, block_activations
 from terrazzo.planner.memory.logits import head_activations
 from terrazzo.planner.memory.matrices import matrix_updates
-from terrazzo.planner.memory.outer_memory import outer_held_bytes
+from terrazzo.planner.memory.outer_memory import outer_held_bytes, under_way_bytes
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
 from terrazzo.planner.memory.step_settings import ACTIVATIONS, HELD_KINDS, LOGITS, Peak, StepSettings, StepUnit
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
@@ -205,6 +205,7 @@ def rank_peak(setup: Setup, pp_rank: int, states_only: bool = False) -> Peak:
         states_only: without activations, logits, finished gradients and what elementwise updates take: the engine's
             `transient_bytes`.
     """
+    under_way = under_way_bytes(setup, pp_rank)
     plain = StepSettings(
         prefetch=setup.prefetch,
         micro_batches=setup.micro_batches,
@@ -213,8 +214,9 @@ def rank_peak(setup: Setup, pp_rank: int, states_only: bool = False) -> Peak:
         whole=setup.as_megatron,
         gradual=not setup.compile,
         with_gradients=not states_only,
-        update=max(float(matrix_updates(setup, pp_rank).held_bytes), outer_held_bytes(setup, pp_rank)),
+        update=max(float(matrix_updates(setup, pp_rank).held_bytes), outer_held_bytes(setup, pp_rank) - under_way),
         buffers=_buffer_bytes(setup, pp_rank) if setup.staged else 0.0,
+        under_way=under_way,
         updates_run_on=setup.offload.step != "synchronous",
     )
     rows = list(_rows(setup, pp_rank))

@@ -22,7 +22,7 @@ from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.planner.figures import Formula, MemoryFigures, Term
 from terrazzo.planner.layout.buckets import PlannedBucket, buckets
 from terrazzo.planner.layout.placement import placement_of
-from terrazzo.planner.memory.outer_memory import outer_held_bytes
+from terrazzo.planner.memory.outer_memory import outer_held_bytes, under_way_bytes
 from terrazzo.planner.memory.peak import fullest_memory
 from terrazzo.planner.memory.trace import ActivationTrace, TraceEvent
 from terrazzo.planner.setup.setup import Setup
@@ -83,7 +83,7 @@ def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Trace
     update = {
         "gradients": grads,
         "activations": trace.buffer_bytes,
-        "update": max(update_bytes, round(outer_held_bytes(setup, 0))),
+        "update": max(update_bytes + round(under_way_bytes(setup, 0)), round(outer_held_bytes(setup, 0))),
     }
     candidates = [*player.peaks.items(), *behind.peaks.items(), ("update", update)]
     moment, parts = max(candidates, key=lambda candidate: sum(candidate[1].values()))
@@ -140,6 +140,7 @@ class _Player:
         self._trace = trace
         comm_streams = None if setup.cluster.device.kind == "cpu" else CommStreams(torch.device("meta"))
         self._counts = StepCounts(Traffic(), _Observed(self._hold), comm_streams, _Observed(self._hold))
+        self._counts.transient.live_bytes = round(under_way_bytes(setup, 0))  # an exchange of outer gradients
         names = list(dict.fromkeys(event.unit for event in trace.events))
         assert len(names) == len(units), f"{len(names)} units traced, {len(units)} in the model"
         comes_back = {event.unit for event in trace.events if event.kind == "backward"}

@@ -61,6 +61,7 @@ class StepSettings:
         with_gradients: count finished gradients that stay on the device too.
         update: bytes that the optimizer step needs.
         buffers: bytes of the model's buffers, of which the engine's stages have copies until every backward has run.
+        under_way: bytes of an exchange of outer gradients, all step long.
         updates_run_on: updates away from the device run on into the next forward.
     """
 
@@ -76,4 +77,5 @@ class StepSettings:
     with_gradients: bool = True
     update: float = 0.0
     buffers: float = 0.0
+    under_way: float = 0.0
     updates_run_on: bool = False

@@ -84,7 +84,8 @@ class _Walk(FullestMoment):
         self.begin()
 
     def begin(self) -> None:
-        """Nothing is under way."""
+        """Nothing of this step is under way."""
+        self.add(RECEIVE, self.settings.under_way)
         self.reducing: list[UnderWay] = []
         self.held_back: Sequence[WalkedUnit] = ()
         self.is_last, self.of_tables = True, NOTHING

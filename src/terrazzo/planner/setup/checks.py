@@ -52,6 +52,7 @@ def check(setup: Setup) -> None:
     _check_world(setup)
     _check_plan(setup)
     _check_formats(setup)
+    _check_fragments(setup)
     if setup.model.layers:
         _check_checkpointing(setup)
         _check_sequence(setup)
@@ -105,6 +106,15 @@ def _check_formats(setup: Setup) -> None:
         raise BadInput(
             f"precision: {' and '.join(named)}: of matrices, which a number of parameters has not. Name a model, or "
             "leave it out."
+        )
+
+
+def _check_fragments(setup: Setup) -> None:
+    units = sum(unit.count for unit in setup.model.units if any(tensor.trainable for tensor in unit.tensors))
+    if setup.diloco is not None and setup.diloco.fragments > max(1, units):
+        raise BadInput(
+            f"fragments is {setup.diloco.fragments}; they are sets of units, and {units} units of {setup.model.name} "
+            f"are trained. Use {units} or fewer."
         )
 
 

@@ -211,8 +211,8 @@ class PipelineRank:
                 root += Exposure(alone, alone)
             rows.append(BlockRow(part.count, *part.passes, moves, has_backward=not part.unit.forward_only))
         exchanged = sum(map(self._network.move_s, matrix_moves(self.setup, self._pp_rank)))
-        if (diloco := self.setup.diloco) is not None:
-            exchanged += sum(map(self._network.move_s, outer_moves(self.setup, self._pp_rank))) / diloco.sync_every
+        for move, per_step, beside in outer_moves(self.setup, self._pp_rank):  # what is hidden is of a slow link
+            exchanged += per_step * max(0.0, self._network.move_s(move) - beside * self.busy_s)
         root += Exposure(exchanged, exchanged)
         beside = self.setup.cluster.device.kind != "cpu"
         repeats = repetitions(self.setup, self.setup.model.root)

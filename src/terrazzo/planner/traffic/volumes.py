@@ -127,8 +127,8 @@ def _collect(setup: Setup, pp_rank: int) -> dict[str, _MoveSum]:
         add(move, setup.micro_batches)
     for move in matrix_moves(setup, pp_rank):
         add(move, 1)
-    for move in outer_moves(setup, pp_rank):
-        add(move, 1 / setup.diloco.sync_every if setup.diloco is not None else 0)
+    for outer in outer_moves(setup, pp_rank):
+        add(outer.move, outer.per_step)
     return sums
 
 

@@ -102,10 +102,17 @@ _RULES = (
         "take a plan that splits weights, such as plan.name=zero3",
     ),
     _Rule(
-        "plan.outer.lr plan.outer.momentum plan.outer.traffic",
+        "plan.outer.lr plan.outer.momentum plan.outer.traffic plan.outer.fragments plan.outer.delay plan.outer.mixing"
+        " plan.outer.meet_every",
         lambda config: config.plan.sync_every is None,
         "plan.sync_every is null: gradients are summed over all ranks, and there are no outer steps",
         "set plan.sync_every, such as 100",
+    ),
+    _Rule(
+        "plan.outer.mixing",
+        lambda config: not config.plan.outer.delay,
+        "plan.outer.delay is 0: nothing is trained while an outer step is under way",
+        "set plan.outer.delay, such as 1",
     ),
     _Rule(
         "model.vocab_size model.dim model.layers model.heads model.kv_heads model.ffn_dim model.tie_embeddings"

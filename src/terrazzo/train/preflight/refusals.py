@@ -24,6 +24,7 @@ from terrazzo.train.preflight.axis_sizes import check_sizes
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.settings.optimizer import check_names, check_settings, optimizer_class
 from terrazzo.train.settings.plan import (
+    build_diloco,
     build_offload,
     build_plan,
     build_precision,
@@ -122,6 +123,7 @@ def _check_dropped(config: Config) -> None:
 
 
 _CHECKS: dict[str, Callable[[Config], object]] = {
+    "plan.outer": build_diloco,
     "plan.sync_every": lambda config: check_rounds(config, 0),
     "plan": build_plan,
     "precision": build_precision,

@@ -267,6 +267,11 @@ def _header(session: Session) -> list[tuple[str, str]]:
         apart = "group (plan.mesh.dp_replicate) trains by itself"
         apart = apart if groups == 1 else "groups (plan.mesh.dp_replicate) train by themselves"
         rows.append(("rounds", f"{groups} {apart}, an outer step every {plan.sync_every} steps: {outer}"))
+        if (meet_every := plan.outer.meet_every) is not None:
+            turns = counted(plan.outer.fragments, "fragment")
+            rows.append(
+                ("", f"{turns} by turns, {plan.outer.delay} steps behind; groups meet every {meet_every} steps")
+            )
     micro = f" in {count} micro-batches per rank" if count > 1 else ""
     rows.append(("step", f"{config.batch.global_batch} × {config.batch.sequence_length} tokens{micro}"))
     rows.append(("memory", f"{_bill_text(session)} per rank, beside activations"))

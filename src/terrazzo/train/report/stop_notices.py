@@ -48,7 +48,7 @@ def rank_notices(
 
 def asked_text(config: Config, *, trains: bool) -> str:
     """What happens next to a run that is asked to stop: it goes on to where it can be saved."""
-    every = config.plan.sync_every
+    every = config.plan.round_steps
     if trains:
         until = f"at the end of this round of {every} steps" if every else "after this step"
         text = f"Stopping {until}, and saving a checkpoint."

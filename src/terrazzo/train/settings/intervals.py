@@ -16,5 +16,5 @@ def is_due(plan: PlanConfig, step: int, every: int | None, since: int | None = N
     Args:
         since: the step up to which it is done; default: the last one that was asked about.
     """
-    since = step - (plan.sync_every or 1) if since is None else since
+    since = step - (plan.round_steps or 1) if since is None else since
     return every is not None and step // every > since // every

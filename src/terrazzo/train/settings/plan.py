@@ -62,8 +62,12 @@ def build_plan(config: Config) -> Plan:
 
 def build_diloco(config: Config) -> DiLoCo | None:
     """How groups of ranks train by themselves; None if gradients are summed over all groups."""
-    plan, outer = config.plan, config.plan.outer
-    return None if plan.sync_every is None else DiLoCo(plan.sync_every, outer.lr, outer.momentum, outer.traffic)
+    if config.plan.sync_every is None:
+        return None
+    try:
+        return DiLoCo(config.plan.sync_every, **config.plan.outer.model_dump())
+    except BadInput as error:
+        raise BadInput(str(error).replace("diloco", "plan.outer", 1)) from None
 
 
 def check_rounds(config: Config, step: int) -> None:
@@ -72,14 +76,15 @@ def check_rounds(config: Config, step: int) -> None:
     Args:
         step: that the run continues from.
     """
-    every, steps = config.plan.sync_every, config.train.steps
+    every, steps = config.plan.round_steps, config.train.steps
     if every is None or steps <= step or not (over := (steps - step) % every):
         return
     begun = f", from step {step}" if step else ""
+    key = "plan.sync_every" if config.plan.outer.meet_every is None else "plan.outer.meet_every"
     options = [str(number) for number in (steps - over, steps - over + every) if number > step]
     raise BadInput(
-        f"plan.sync_every {every} does not divide the steps of the run, train.steps {steps}{begun}: the last {over}"
-        f" would end without an outer step. Set train.steps={' or '.join(options)}, or another plan.sync_every."
+        f"{key} {every} does not divide the steps of the run, train.steps {steps}{begun}: the last {over}"
+        f" would end without an outer step. Set train.steps={' or '.join(options)}, or another {key}."
     )
 
 
