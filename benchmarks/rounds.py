@@ -4,7 +4,7 @@ Two network namespaces of this machine stand for two nodes of one gloo rank each
 model and the batches of `examples/quickstart.yaml`. The ways to train take turns, each of whole rounds, so that what
 else the machine does is in all of them; what is printed are medians over turns, of the slower node. On a machine with
 other work steps take longer and links do not, so that rates beside `alone` come out too good: there, look at "idle",
-which is computed from the CPU time of a step, and from what the outer steps took.
+which is computed from the CPU time of steps, and from how long the link was waited for while both nodes were there.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ WAYS = {
     "gradients summed": Way(None, 2),
     "rounds of 25, fp32": Way(tz.DiLoCo(25), 25),
     **{f"rounds of {every}, int8": Way(tz.DiLoCo(every, traffic="int8"), every) for every in (10, 25, 50, 100)},
+    **{
+        f"fragments every 10, meeting every {round_steps}, int8": Way(
+            tz.DiLoCo(10, traffic="int8", fragments=5, delay=2, meet_every=round_steps), round_steps
+        )
+        for round_steps in (50, 100)
+    },
 }
 LIMIT_S = 3600.0
 
@@ -61,23 +67,23 @@ class Training:
         self.engine = engine_of(self.model)
 
     def turn(self) -> dict[str, Any]:
-        """Of each step its seconds, those of CPU, and those of `optimizer.step()`; the bytes that are sent."""
+        """Of each step its seconds, and those of CPU; how long the link was waited for, and the bytes that are sent."""
         dist.barrier()
         self.engine.traffic.reset()
-        seconds, cpu, updates = [], [], []
+        seconds, cpu = [], []
         for _ in range(self.way.steps):
             start, start_cpu = time.perf_counter(), time.process_time()
             tokens = torch.randint(CONFIG.vocab_size, (ROWS, LENGTH + 1))
             F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
             tz.clip_grad_norm_(self.model, 1.0)
-            updating = time.perf_counter()
             self.optimizer.step()  # the last of a round with an outer step
-            updates.append(time.perf_counter() - updating)
             self.optimizer.zero_grad()
             self.engine.settle()
             seconds.append(time.perf_counter() - start)
             cpu.append(time.process_time() - start_cpu)
-        return {"seconds": seconds, "cpu": cpu, "updates": updates, "sent": sum(self.engine.traffic.bytes.values())}
+        sums = [times for (_, kind), times in self.engine.traffic.times.items() if kind != "control"]
+        waited = sum(times.exposed_s - times.late_s for times in sums)
+        return {"seconds": seconds, "cpu": cpu, "waited": waited, "sent": sum(self.engine.traffic.bytes.values())}
 
 
 def _run_rank(turns: int, names: Sequence[str], report: Path) -> None:
@@ -98,28 +104,27 @@ def _rates(turns: Sequence[tuple[Mapping[str, Any], ...]], name: str) -> list[fl
 def table(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     """As Markdown, from the turns of both ranks."""
     rows = [
-        "| | tokens/s | of alone | s a step | CPU s a step | s an outer step | idle | MB sent a step |",
+        "| | tokens/s | of alone | s a step | CPU s a step | s waited a step | idle | MB sent a step |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     turns = list(zip(*ranks, strict=True))  # of both ranks, one turn behind the other
-    alone = _rates(turns, "alone")
+    alone, alone_cpu = _rates(turns, "alone"), _each_step(turns, "alone", "cpu")
     for name in ranks[0][0]:
         rates, steps = _rates(turns, name), WAYS[name].steps
-        step, cpu = (
-            median(each for turn in turns for rank in turn for each in rank[name][key][:-1])
-            for key in ("seconds", "cpu")
-        )
+        step, cpu = _each_step(turns, name, "seconds"), _each_step(turns, name, "cpu")
+        waited = median(rank[name]["waited"] for turn in turns for rank in turn) / steps
         share = median(its / local for its, local in zip(rates, alone, strict=True))
-        outer = idle = ""
-        if name not in ("alone", "gradients summed"):
-            # Of the rank that came last: the other one waits for it.
-            update = median(each for turn in turns for rank in turn for each in rank[name]["updates"][:-1])
-            outer_s = median(min(rank[name]["updates"][-1] for rank in turn) for turn in turns) - update
-            outer, idle = f"{outer_s:.2f}", f"{steps * cpu / (steps * cpu + outer_s):.2f}"
         sent = ranks[0][0][name]["sent"] / steps / 1e6
-        cells = [name, f"{median(rates):,.0f}", f"{share:.2f}", f"{step:.3f}", f"{cpu:.3f}", outer, idle, f"{sent:.3f}"]
+        numbers = [step, cpu, waited, alone_cpu / (cpu + waited), sent]
+        cells = [name, f"{median(rates):,.0f}", f"{share:.2f}", *(f"{number:.3f}" for number in numbers)]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _each_step(turns: Sequence[tuple[Mapping[str, Any], ...]], name: str, key: str) -> float:
+    """Seconds of a step, the mean of a turn."""
+    seconds: float = median(sum(rank[name][key]) for turn in turns for rank in turn)
+    return seconds / WAYS[name].steps
 
 
 def main() -> None:

@@ -49,6 +49,12 @@ ROOT = Path(__file__).parents[2]
         ({"parallel": {"pipeline": {"chunks": 2}}}, "parallel.pipeline.chunks does", "set plan.mesh.pp"),
         ({"parallel": {"context": {"mode": "ring", "balance": "none"}}}, "parallel.context.mode, parallel.", "mesh.cp"),
         ({"parallel": {"tensor": {"sequence": False}}}, "parallel.tensor.sequence does", "set plan.mesh.tp"),
+        ({"plan": {"outer": {"delay": 1}}}, "plan.outer.delay does", "set plan.sync_every"),
+        (
+            {"plan": {"sync_every": 5, "outer": {"mixing": 0.1}, "mesh": {"dp_replicate": 2}}},
+            "plan.outer.mixing does",
+            "set plan.outer.delay",
+        ),
         ({"plan": {"name": "zero0", "prefetch": 3}}, "plan.prefetch does", "plan.name=zero3"),
         ({"plan": "zero0", "precision": {"gather": "int8"}}, "precision.gather does", "plan.name=zero3"),
         ({"plan": {"mesh": {"tp": 2}}, "precision": {"quantized_reduce": "int8"}}, "precision.quan", "start more"),

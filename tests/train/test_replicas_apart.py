@@ -73,9 +73,16 @@ def test_a_run_saves_at_the_ends_of_rounds_and_goes_on_from_there_bit_for_bit(
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_a_replica_that_is_killed_in_a_round_changes_no_loss_and_no_weight(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [(*APART, "train.steps=18"), (*STREAMING, "train.steps=60")],
+    ids=["rounds", "fragments that stream"],
+)
+def test_a_replica_that_is_killed_in_a_round_changes_no_loss_and_no_weight(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
     """The oracle is the run that nobody has disturbed, on ranks that nobody starts again."""
-    words = [*APART, "train.steps=18", "checkpoint.every=4"]
+    words = (*words, "checkpoint.every=4")
     killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
     killed.mkdir()
     undisturbed.mkdir()
@@ -85,7 +92,7 @@ def test_a_replica_that_is_killed_in_a_round_changes_no_loss_and_no_weight(tmp_p
     done = killed_by(launcher, signal.SIGKILL, behind_step=9)
     assert done.returncode == 0, done.stderr
     (restart,) = metrics(killed, "restart")
-    assert restart["step"] in (6, 9, 12, 15)
+    assert restart["step"] in range(6, 60)
     assert curve(killed) == curve(undisturbed)
     assert metrics(killed, "validation") == metrics(undisturbed, "validation")
     assert weights(killed) == weights(undisturbed)
@@ -213,6 +220,15 @@ def test_a_machine_joins_and_leaves_under_torchrun(tmp_path: Path, gently: bool)
     ("raw", "said"),
     [
         ({"plan": {"mesh": {"dp_replicate": 1}}}, r"there is one group of ranks: set plan\.mesh\.dp_replicate"),
+        ({"plan": {"outer": {"delay": 1}}}, r"plan\.outer: meet_every is None.*give a multiple of sync_every 3"),
+        (
+            {"plan": {"outer": {"fragments": 2, "meet_every": 30}}},
+            r"plan\.outer\.meet_every 30 does not divide .* Set train\.steps=90 or 120",
+        ),
+        (
+            {"plan": {"sync_every": 9, "outer": {"fragments": 9, "meet_every": 99}}, "model": {"layers": 4}},
+            r"plan\.outer\.fragments is 9; .* this model has 5: set plan\.outer\.fragments=5 or fewer",
+        ),
         ({"train": {"steps": 100}}, r"the last 1 would end without an outer step. Set train\.steps=99 or 102"),
         ({"plan": {"name": "hybrid_shard"}}, r"take plan=zero3, which splits over the ranks of one group"),
         ({"precision": "bf16-pure"}, r"master weights are bfloat16: set precision\.master=fp32"),

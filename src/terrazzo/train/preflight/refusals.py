@@ -198,6 +198,18 @@ def _check_units(config: Config, whole: ModelOnPaper) -> None:
         find_units(whole.model, config.plan.units, named="plan.units")
 
 
+def _check_fragments(config: Config, whole: ModelOnPaper) -> None:
+    fragments = config.plan.outer.fragments
+    if config.plan.sync_every is None or fragments == 1:
+        return
+    named, _ = find_units(whole.model, config.plan.units, named="plan.units")
+    if fragments > (units := 1 + len(named)):  # with the root
+        raise BadInput(
+            f"plan.outer.fragments is {fragments}; they are sets of units, of which this model has {units}: set"
+            f" plan.outer.fragments={units} or fewer."
+        )
+
+
 def _check_optimizer(config: Config, whole: ModelOnPaper) -> None:
     muon = config.optimizer.muon
     if config.optimizer.no_decay or muon.matrices or muon.others:
@@ -207,6 +219,7 @@ def _check_optimizer(config: Config, whole: ModelOnPaper) -> None:
 _CHECKS_OF_MODEL: dict[str, Callable[[Config, ModelOnPaper], object]] = {
     "plan.mesh": check_axes,
     "plan.units": _check_units,
+    "plan.outer": _check_fragments,
     "optimizer": _check_optimizer,
     # Building the model looks up names, or refuses it.
     "precision.linears": lambda config, whole: config.precision.recipe and whole.model,
