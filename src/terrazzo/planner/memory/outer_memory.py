@@ -14,24 +14,24 @@ from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["outer_fragments", "outer_held_bytes", "outer_numel", "outer_units", "under_way_bytes"]
 
-_Unit = Sequence[PlannedBucket]
+_Trained = Sequence[PlannedBucket]
 
 
 @once_per_setup
-def outer_units(setup: Setup, pp_rank: int) -> tuple[_Unit, ...]:
+def outer_units(setup: Setup, pp_rank: int) -> tuple[_Trained, ...]:
     """What rank `pp_rank` along pp takes outer steps of, by unit; none where there are no outer steps."""
     rows = ((buckets(unit, own), count) for unit, count, own in placed_units(setup, pp_rank))
     trained = (([bucket for bucket in row if bucket.outer_states], count) for row, count in rows)
     return tuple(unit for unit, count in trained if unit for _ in range(count))
 
 
-def outer_fragments(setup: Setup, pp_rank: int) -> list[Sequence[_Unit]]:
+def outer_fragments(setup: Setup, pp_rank: int) -> list[Sequence[_Trained]]:
     """The units of each fragment; none where replicas do not stream."""
     settings, units = setup.diloco, outer_units(setup, pp_rank)
     return settings.cut(units) if units and settings is not None and settings.streams else []
 
 
-def outer_numel(units: Sequence[_Unit]) -> int:
+def outer_numel(units: Sequence[_Trained]) -> int:
     """Elements of which a rank exchanges outer gradients."""
     return sum(bucket.numel(bucket.outer_axes) for unit in units for bucket in unit)
 
@@ -65,7 +65,7 @@ def _exchange_bytes(setup: Setup, numel: int) -> float:
     return float(nbytes)
 
 
-def _apart_bytes(units: Sequence[_Unit]) -> int:
+def _apart_bytes(units: Sequence[_Trained]) -> int:
     """Bytes of a bucket's master weights, where they are gathered in device memory of their own."""
     apart = (each for unit in units for each in unit if each.outer_gathers_apart)
     return max((4 * each.numel(each.optim_axes) for each in apart), default=0)
