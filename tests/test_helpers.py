@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from terrazzo.engine.comm.collectives import MessageRoute
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
-from tests.helpers import programs
+from tests.helpers import processes, programs, suite
 from tests.helpers.cover import cover, in_turns, places, turn_of
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool, RankFailed, run_in_processes
@@ -209,6 +210,24 @@ def test_an_interrupted_run_leaves_no_answer_for_the_next(monkeypatch: pytest.Mo
             with pytest.raises(KeyboardInterrupt):
                 pool.run(str, "late")
         assert pool.run(str, "next") == ["next"]
+
+
+@pytest.mark.processes
+def test_pools_end_with_the_group_of_their_tests_and_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def item(group: str | None) -> Any:
+        marker = None if group is None else pytest.mark.xdist_group(group).mark
+        config = SimpleNamespace(workerinput={})
+        return SimpleNamespace(path=Path(), config=config, get_closest_marker=lambda name: marker)
+
+    with Pool(1) as pool:
+        (first,) = pool.run(os.getpid)
+        monkeypatch.setattr(processes, "_running", {pool})  # those of other tests stay
+        suite.pytest_runtest_teardown(item("a"), item("a"))
+        assert pool.run(os.getpid) == [first]
+        suite.pytest_runtest_teardown(item("a"), item(None))
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        assert pool.run(os.getpid) != [first]
 
 
 def test_a_dead_process_is_named() -> None:

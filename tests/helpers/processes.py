@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -25,6 +26,9 @@ from tests.helpers.rendered import by_forks
 from tests.helpers.untraced import leave_out_traces
 
 Report = tuple[bool, Any, float]  # succeeded, result or traceback text, time it ended at
+
+
+_running: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 class RankFailed(RuntimeError):
@@ -79,7 +83,7 @@ class Pool:
         return [reports[rank][1] for rank in range(self.world_size)]
 
     def close(self, kill: bool = False) -> None:
-        """End the processes: politely after a success, by force after a failure."""
+        """End the processes: politely after a success, by force after a failure. The next `run` starts others."""
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             if kill:
                 process.kill()
@@ -90,6 +94,7 @@ class Pool:
                 process.kill()
                 process.join()
         self._processes, self._pipes = [], []
+        _running.discard(self)
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -101,6 +106,7 @@ class Pool:
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
+        _running.add(self)
         self._folder = tempfile.TemporaryDirectory(prefix="terrazzo-test-")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -129,6 +135,15 @@ class Pool:
                 if not reports[rank][0]:
                     deadline = min(deadline, time.monotonic() + grace_s)
         return reports
+
+
+def close_pools() -> None:
+    """End the processes of all pools of this one.
+
+    A thread of gloo's for each group that there has been looks up a hundred times a second, also where nothing is run.
+    """
+    for pool in list(_running):
+        pool.close()
 
 
 def run_in_processes(

@@ -15,7 +15,7 @@ import typer.testing
 
 from tests.helpers import alone, rewritten, workers
 from tests.helpers.cover import leave_out_what_is_long
-from tests.helpers.processes import Pool
+from tests.helpers.processes import Pool, close_pools
 
 TESTS = Path(__file__).parents[1]
 
@@ -78,6 +78,13 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+    if hasattr(item.config, "workerinput") and _group_of(item) != _group_of(nextitem):
+        close_pools()  # others that share them are run by this worker, one behind the other
+
+
+def _group_of(item: pytest.Item | None) -> object:
+    marker = None if item is None else item.get_closest_marker("xdist_group")
+    return None if marker is None else (marker.args, marker.kwargs)
 
 
 def _check_groups(items: list[pytest.Item]) -> None:
