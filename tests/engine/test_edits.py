@@ -98,6 +98,35 @@ def test_edits_of_whole_weights_are_trained_on(plan: str, precision: str, tier: 
             assert value.abs().max() <= 0.051, name
 
 
+@pytest.mark.parametrize("plan", [*WHOLE, "zero1@cpu", "zero3", "zero3@cpu"])
+def test_masters_narrower_than_weights_are_computed_with_from_the_start(plan: str) -> None:
+    """Whichever way values come: no forward sees what a step would not begin with."""
+    given = [copy.deepcopy(Net()) for _ in range(4)]
+
+    def body(rank: int) -> list[Tensor]:
+        model = copy.deepcopy(given[0])
+        model, _ = tz.shard(model, sgd(model.parameters()), plan, precision=tz.Precision(master="bf16"))
+        seen = [model(batch())]
+        model.load_state_dict(given[1].state_dict())
+        seen.append(model(batch()))
+        with tz.gathered(model, write=True) as weights, torch.no_grad():
+            for name, value in given[2].named_parameters():
+                weights[name].copy_(value)
+        seen.append(model(batch()))
+        if plan in WHOLE:
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), given[3].parameters(), strict=True):
+                    parameter.copy_(value)
+            seen.append(model(batch()))
+        return seen
+
+    found = on_ranks(2, body)
+    wanted = [model.bfloat16().float()(batch()) for model in given]
+    for seen in found:
+        for number, (output, plain) in enumerate(zip(seen, wanted, strict=False)):
+            assert torch.equal(output, plain), number
+
+
 @pytest.mark.parametrize("plan", WHOLE)
 def test_a_kept_alias_of_data_may_be_written_to_later(plan: str) -> None:
     def body(rank: int) -> dict[str, Tensor]:

@@ -229,14 +229,30 @@ class Bucket:
         self.full.edits.outdate()
 
     def _fill(self, slot: Slot, value: Tensor) -> None:
-        flat = rounded = value.reshape(-1)
-        if self.spec.has_remainder:
-            rounded, _ = split_remainder(flat.float())
+        flat = value.reshape(-1)
         for state in self.states():
             for part in state.cuts(slot.range):
                 with state.opened(part, "change") as data:
-                    within = part.within(slot.range)
-                    data.copy_(self.update_as_seen(rounded[within]) if state is self.weight else flat[within])
+                    values = flat[part.within(slot.range)]
+                    data.copy_(self.as_published(values) if state is self.weight else values)
+
+    def as_published(self, values: Tensor) -> Tensor:
+        """Return what weights at rest are where masters are set to `values`: none that no master has.
+
+        Args:
+            values: 1-D, of any dtype, from the beginning of a block.
+        """
+        if self.spec.trainable:
+            values = values.to(self.exact.dtype)
+        if self.spec.has_remainder:
+            values, _ = split_remainder(values)
+        return self.update_as_seen(values)
+
+    def round_written(self) -> None:
+        """Round whole weights, which have been written into, to what masters hold of them and what is sent of these."""
+        is_wider = torch.promote_types(self.weight.dtype, self.exact.dtype) != self.exact.dtype
+        if isinstance(self.weight, Buffer) and (is_wider or self.spec.update_wire.rounds):
+            self.weight.data.copy_(self.as_published(self.weight.data))
 
     def as_seen(self, values: Tensor) -> Tensor:
         """Return what ranks see of weights at rest that are gathered. `values`: 1-D, from the beginning of a block."""

@@ -76,6 +76,8 @@ def _take_over_resident(bucket: Bucket) -> None:
     ):
         bucket.note_change()
         _update_masters(bucket, written)
+        if has_master:
+            bucket.round_written()
 
 
 def _update_masters(bucket: Bucket, written: Sequence[str]) -> None:
