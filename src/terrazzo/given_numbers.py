@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import TypeGuard
 
-__all__ = ["is_count", "is_number"]
+__all__ = ["is_count", "is_number", "is_power_of_two"]
 
 
 def is_count(value: object, least: int = 1) -> TypeGuard[int]:
@@ -16,3 +17,8 @@ def is_count(value: object, least: int = 1) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[float]:
     """Whether it is one real number, of Python or NumPy; NaN and infinity are."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_power_of_two(value: float) -> bool:
+    """Whether it is 2 to some whole power, by which a product of floating-point numbers is exact."""
+    return value > 0 and math.frexp(value)[0] == 0.5

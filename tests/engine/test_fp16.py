@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,6 +114,27 @@ def test_a_restored_scaler_goes_on_alike() -> None:
         first.update(mark == "x")
         second.update(mark == "x")
         assert first.state() == second.state()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"scale": math.inf}, "is inf, and a power of two"),
+        ({"scale": math.nan}, "is nan, and a power of two"),
+        ({"scale": 3.0}, r"is 3\.0, and a power of two"),
+        ({"scale": 0.0}, r"is 0\.0, and a power of two"),
+        ({"scale": "8"}, "is '8', and a power of two"),
+        ({"patience": math.nan}, "are to be counts"),
+        ({"patience": None}, "lacks patience"),
+    ],
+)
+def test_a_state_that_no_scaler_gave_is_refused_and_changes_nothing(changed: dict[str, Any], said: str) -> None:
+    scaler = DynamicLossScale(LossScaling())
+    before = scaler.state()
+    state = {"scale": 8.0, "skipped_steps": 1, "good_steps": 2, "patience": 1, **changed}
+    with pytest.raises(tz.BadInput, match=said):
+        scaler.load_state({key: value for key, value in state.items() if value is not None}, accumulating=False)
+    assert scaler.state() == before
 
 
 # -- in training -----------------------------------------------------------------------------------------------
@@ -568,7 +590,7 @@ def test_a_scale_that_one_rank_alone_is_given_is_refused(key: str) -> None:
         model, optimizer = sharded(Net(), "zero2", 2, precision="fp16")
         train(model, optimizer, 1, rank)
         state = optimizer.scaler_state()
-        optimizer.load_scaler_state({**state, key: state[key] + rank})
+        optimizer.load_scaler_state({**state, key: (state[key] or 1) * 2 if rank else state[key]})
         with pytest.raises(tz.RanksApart, match=rf"the gradients' loss scaler's {key} is .* load_scaler_state"):
             train(model, optimizer, 1, rank, first=1)
 

@@ -97,6 +97,29 @@ def test_a_round_trip_through_hooks_changes_nothing() -> None:
         assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.zeros(2, 3).numpy(), r"1\.weight is a ndarray, and no tensor"),
+        (3, r"1\.weight is a int, and no tensor"),
+        (torch.zeros(2, 3, device="meta"), r"1\.weight is on the meta device, and has no values"),
+        (torch.zeros(3, 2), r"1\.weight is \(3, 2\) and should be \(2, 3\); 2\.running_mean is a list"),
+    ],
+    ids=["numpy", "number", "meta", "shape"],
+)
+def test_what_cannot_be_loaded_is_listed_and_nothing_is_changed(value: Any, said: str) -> None:
+    with fake_group(1):
+        model, _ = tz.shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2), nn.BatchNorm1d(2)), None, "zero0")
+        before = {name: each.clone() for name, each in model.state_dict().items()}
+        given = {name: each + 1 for name, each in before.items()} | {"1.weight": value}
+        if "running_mean" in said:
+            given["2.running_mean"] = [0.0, 0.0]  # type: ignore[assignment]
+        with pytest.raises(tz.BadInput, match=said):
+            model.load_state_dict(given)
+        for name, each in model.state_dict().items():
+            assert torch.equal(each, before[name]), name
+
+
 class OfItsOwn(nn.Linear):
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
         state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2

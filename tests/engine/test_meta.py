@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine import engine_of
+from terrazzo.engine import engine_of, estimate
 from terrazzo.engine.consensus import digest
 from terrazzo.engine.sharding import initial_values
 from tests.engine.census import PeakBytes, census
@@ -467,6 +467,19 @@ def test_an_optimizer_that_makes_its_states_as_it_is_built_makes_them_anew(plan:
     for found, expected in on_ranks(2, body):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
+
+
+def test_an_estimate_and_a_refusal_leave_states_over_meta_parameters_as_they_are() -> None:
+    model = on_meta()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    with fake_group(2):
+        assert estimate(model, optimizer, "zero3").moments_bytes > 0
+        with pytest.raises(tz.BadInput, match="prefetch"):
+            tz.shard(model, optimizer, "zero3", prefetch=-1)
+        with pytest.raises(tz.BadInput, match="not known to work"):  # by the last check of all
+            tz.shard(model, optimizer, "zero3", precision=tz.Precision(moments="int8"))
+    assert dict(optimizer.state) == before and before
 
 
 def test_states_without_values_are_refused() -> None:

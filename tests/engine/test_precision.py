@@ -137,6 +137,7 @@ def test_loss_scaling_factors_are_powers_of_two(factor: dict[str, float]) -> Non
         {"interval": 2.0},
         {"hysteresis": 0},
         {"minimum": 0.0},
+        {"init": 1.0, "minimum": 2.0},
     ],
 )
 def test_loss_scaling_settings_that_cannot_work(setting: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ scaling. Nothing is left to a library's default.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import ALIGN
 from terrazzo.engine.plan.place import Plan
 from terrazzo.errors import BadInput
-from terrazzo.given_numbers import is_count, is_number
+from terrazzo.given_numbers import is_count, is_number, is_power_of_two
 from terrazzo.messages import did_you_mean
 from terrazzo.words import (
     DTYPE_FIELDS,
@@ -80,10 +79,15 @@ class LossScaling:
         factors = (self.init, self.growth, self.backoff, self.minimum)
         if not all(map(is_number, factors)) or self.growth < 1 or self.backoff >= 1 or self.minimum <= 0:
             raise BadInput(f"{self} cannot work: give init > 0, growth >= 1, backoff < 1 and minimum > 0, all numbers.")
-        if not all(value > 0 and math.frexp(value)[0] == 0.5 for value in factors):
+        if not all(map(is_power_of_two, factors)):
             raise BadInput(
                 f"Loss scaling with init {self.init}, growth {self.growth}, backoff {self.backoff} and minimum "
                 f"{self.minimum} would round gradients: all four must be powers of two, such as 65536, 2, 0.5 and 1."
+            )
+        if self.minimum > self.init:
+            raise BadInput(
+                f"{self} cannot work: an overflow would raise the scale, from init {self.init:g} to minimum "
+                f"{self.minimum:g}. Give a minimum of init or less, such as 1."
             )
 
 

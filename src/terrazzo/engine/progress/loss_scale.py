@@ -7,6 +7,7 @@ multiplied by the scale before anything is rounded to fp16. The engine divides t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Set
 from typing import Any, ClassVar
 
@@ -16,10 +17,13 @@ from torch import Tensor, nn
 from terrazzo.engine.autograd.asides import map_asides
 from terrazzo.engine.autograd.outputs import map_tensors
 from terrazzo.engine.plan.precision import LossScaling
-from terrazzo.errors import Diverged, Misuse
+from terrazzo.errors import BadInput, Diverged, Misuse
+from terrazzo.given_numbers import is_number, is_power_of_two
+from terrazzo.messages import listed
 
 __all__ = ["DynamicLossScale", "LossScale"]
 
+_GIVE_SAVED = "Give what optimizer.scaler_state() gave."
 _LARGEST = 2.0**127  # the largest power of two that fp32 has
 
 
@@ -96,6 +100,7 @@ class LossScale:
             accumulating: whether there are gradients that an earlier scale is in.
 
         Raises:
+            BadInput: for what `state` cannot have given.
             Misuse: there.
         """
 
@@ -159,10 +164,16 @@ class DynamicLossScale(LossScale):
                 "A loss scale was loaded while gradients were still being accumulated, which have been multiplied by "
                 "the one before. Load it before the step's first micro-batch, or call optimizer.zero_grad() first."
             )
-        self.scale = float(state["scale"])
-        self.skipped_steps = int(state["skipped_steps"])
-        self._good_steps = int(state["good_steps"])
-        self._patience = max(0, int(state["patience"]))  # releases that counted on below zero have saved that
+        if missing := self.state().keys() - state.keys():
+            raise BadInput(f"The state of a loss scale lacks {listed(sorted(missing))}. {_GIVE_SAVED}")
+        scale, *counts = (state[key] for key in ("scale", "skipped_steps", "good_steps", "patience"))
+        if not (is_number(scale) and is_power_of_two(scale)):
+            raise BadInput(f"The loss scale to load is {scale!r}, and a power of two rounds nothing. {_GIVE_SAVED}")
+        if not all(is_number(count) and math.isfinite(count) for count in counts):
+            raise BadInput(f"The state of a loss scale has {dict(state)}, which are to be counts. {_GIVE_SAVED}")
+        self.scale = float(scale)
+        self.skipped_steps, self._good_steps = (max(0, int(count)) for count in counts[:2])
+        self._patience = max(0, int(counts[2]))  # releases that counted on below zero have saved that
 
     # -- passes ------------------------------------------------------------------------------------------------
 

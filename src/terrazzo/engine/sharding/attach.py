@@ -18,7 +18,7 @@ from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer, check_zeros
 from terrazzo.engine.optim.stock.param_groups import assign_groups, choose_kernel
 from terrazzo.engine.optim.stock.probe import OptimizerProbe
-from terrazzo.engine.optim.stock.template import Templates
+from terrazzo.engine.optim.stock.template import Templates, drop_meta_states
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.sharding.compared_facts import optimizer_facts, state_facts
 from terrazzo.engine.sharding.matrix_checks import check_matrices
@@ -81,6 +81,7 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     Args:
         templates: what is kept for a parameter of each of its param groups.
     """
+    drop_meta_states(optimizer)
     first = engine.drivers.next_group
     groups = range(first, first + len(optimizer.param_groups))
     stepped = [bucket for bucket in engine.trainable() if any(member.group in groups for member in bucket.members)]

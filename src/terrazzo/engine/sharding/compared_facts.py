@@ -15,6 +15,7 @@ from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.consensus.joint_checks import check_alike
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.optim.stock.settings import NOT_HYPER
+from terrazzo.engine.optim.stock.template import has_values
 from terrazzo.engine.plan.partition import UnitSpec
 
 __all__ = ["buffer_facts", "check_versions", "model_facts", "optimizer_facts", "state_facts"]
@@ -63,7 +64,7 @@ def state_facts(optimizer: Optimizer) -> list[object]:
     return [
         [number, {kind: int(digest(v)) if isinstance(v, Tensor) else v for kind, v in state.items()}]
         for number, state in enumerate(stepped)
-        if state
+        if state and has_values(state)
     ]
 
 

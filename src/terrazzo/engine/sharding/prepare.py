@@ -22,7 +22,7 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.engine.offload.activations.offloaded_activations import offloading_of
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer, check_zeros, drop_meta_states
+from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer, check_zeros
 from terrazzo.engine.optim.stock.param_groups import assign_groups
 from terrazzo.engine.optim.stock.probe import OptimizerProbe
 from terrazzo.engine.optim.stock.template import Templates
@@ -235,7 +235,6 @@ def _build_optimizers(
     else:
         built = [optimizer]
     for each in built:
-        drop_meta_states(each)
         check_optimizer(each, device)
     assign_groups(built, [member for spec in specs for member in spec.members])
     return built

@@ -201,7 +201,8 @@ class ModelState:
             buffers: those that the model has.
 
         Raises:
-            BadInput: tensors of the wrong shape, here or on another rank; all are listed, and nothing is changed.
+            BadInput: what is no tensor, has no values or another shape, here or on another rank; all are listed, and
+                nothing is changed.
             RanksApart: on every rank, if names differ between ranks, before anything is changed; or other values,
                 which are compared as they are written: a tensor is read once, and each rank has kept its own part.
         """
@@ -265,14 +266,24 @@ class ModelState:
         return hashes
 
     def _check_given(self, state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse tensors of the wrong shape, and such as ranks of other stages would have to help to read.
+        """Refuse what is no full tensor of its shape, and such as ranks of other stages would have to help to read.
 
         Raises:
-            BadInput: there.
+            BadInput: there; all are listed.
         """
-        _check_shapes(state, shapes)
-        spread = [name for name in shapes if is_dtensor(state[name])] if self._engine.axes.stage_axis else []
-        if spread:
+        wrong, spread = list[str](), list[str]()
+        for name, shape in shapes.items():
+            value = state[name]  # which may read it from a file: once, and one at a time
+            if fault := _fault(value, shape):
+                wrong.append(f"{name} {fault}")
+            elif is_dtensor(value):
+                spread.append(name)
+        if wrong:
+            raise BadInput(
+                f"load_state_dict: {len(wrong)} entries do not fit: {'; '.join(wrong)}. Give full tensors, from a model"
+                " that was built as this one was."
+            )
+        if spread and self._engine.axes.stage_axis:
             raise BadInput(
                 f"load_state_dict: {listed([*map(repr, spread)])} are DTensors, and this rank has stages of the model "
                 "(pp): the others would have to gather them as well. Give full tensors."
@@ -300,20 +311,13 @@ def is_dtensor(value: Tensor) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def _check_shapes(state: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse tensors of the wrong shape.
-
-    Raises:
-        BadInput: there; all are listed.
-    """
-    shapes = {name: tuple(state[name].shape) for name in wanted}
-    unequal = [name for name in wanted if shapes[name] != wanted[name]]
-    wrong = [f"{name} is {shapes[name]} and should be {wanted[name]}" for name in unequal]
-    if wrong:
-        raise BadInput(
-            f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}. Give full tensors, from a model that "
-            "was built as this one was."
-        )
+def _fault(value: object, shape: tuple[int, ...]) -> str | None:
+    """Say why something cannot be loaded as a tensor of `shape`; None where it can."""
+    if not isinstance(value, Tensor):
+        return f"is a {type(value).__name__}, and no tensor"
+    if tuple(value.shape) != shape:
+        return f"is {tuple(value.shape)} and should be {shape}"
+    return "is on the meta device, and has no values" if value.is_meta else None
 
 
 def _name_in(state: Mapping[str, Tensor], names: Sequence[str]) -> str | None:

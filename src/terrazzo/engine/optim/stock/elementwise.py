@@ -8,7 +8,7 @@ or identity, or keeps tensors elsewhere than in its `state`, gives other weights
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from terrazzo.engine.optim.stock.probe import OptimizerProbe
 from terrazzo.engine.optim.stock.settings import frozen
 from terrazzo.engine.optim.stock.stepper import Stepper, bare_copy, is_torchs, unhooked_step
-from terrazzo.engine.optim.stock.template import Template, Templates
+from terrazzo.engine.optim.stock.template import Template, Templates, has_values
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.errors import BadInput
 from terrazzo.optim import Lion, MatrixOptimizer
 
-__all__ = ["ELEMENTWISE", "check_elementwise", "check_narrow", "check_optimizer", "check_zeros", "drop_meta_states"]
+__all__ = ["ELEMENTWISE", "check_elementwise", "check_narrow", "check_optimizer", "check_zeros"]
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -134,7 +134,7 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     if not isinstance(optimizer, Optimizer):
         raise BadInput(f"optimizer is a {name}; pass a torch.optim.Optimizer (to tz.shard also what builds one).")
     check_elementwise(optimizer)
-    if any(map(_has_no_values, optimizer.state.values())):
+    if not is_torchs(optimizer) and not all(map(has_values, optimizer.state.values())):
         raise BadInput(
             f"This {name} made its states as it was built, over parameters on the meta device, so that they have no "
             "values. Build the model on a real device for it, or take an optimizer that makes them in its first step, "
@@ -144,20 +144,6 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
         for group in optimizer.param_groups:
             _check_claim(optimizer, group, device)
             _check_kept(optimizer, OptimizerProbe(optimizer, group, device).template())
-
-
-def drop_meta_states(optimizer: Optimizer) -> None:
-    """Have an optimizer of torch's make anew, in its first step, states that it made over meta parameters as it was
-    built: Adagrad does. They have no values, so nothing is lost.
-    """
-    if isinstance(optimizer, Optimizer) and is_torchs(optimizer):
-        for parameter in [parameter for parameter, state in optimizer.state.items() if _has_no_values(state)]:
-            del optimizer.state[parameter]
-
-
-def _has_no_values(state: Mapping[str, Any]) -> bool:
-    """Whether something of what an optimizer keeps for a parameter is on the meta device."""
-    return any(isinstance(value, Tensor) and value.is_meta for value in state.values())
 
 
 _STEPS = 3

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.optim.stock.settings import frozen
 from terrazzo.engine.optim.stock.stepper import Stepper, is_torchs
-from terrazzo.engine.optim.stock.template import MatrixNeeds, Template
+from terrazzo.engine.optim.stock.template import MatrixNeeds, Template, has_values
 from terrazzo.engine.runtime import device as devices
 from terrazzo.optim import is_matrix_group
 
@@ -101,6 +101,6 @@ class OptimizerProbe:
 def _with_state(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Tensor | None, Mapping[str, Any]]:
     """The first parameter with state that has a shape, and that."""
     for parameter in group["params"]:
-        if parameter.dim() and (state := optimizer.state.get(parameter)):
+        if parameter.dim() and (state := optimizer.state.get(parameter)) and has_values(state):
             return parameter, state
     return None, {}

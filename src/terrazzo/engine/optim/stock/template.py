@@ -9,10 +9,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from terrazzo.engine.plan.precision import Precision
 
-__all__ = ["MatrixNeeds", "Template", "Templates", "matrix_needs"]
+__all__ = ["MatrixNeeds", "Template", "Templates", "drop_meta_states", "has_values", "matrix_needs"]
 
 
 @dataclass(frozen=True)
@@ -117,3 +118,17 @@ Templates = Sequence[Template]
 def matrix_needs(templates: Templates) -> dict[int, MatrixNeeds]:
     """Needs of the param groups whose matrices are updated whole, by their numbers."""
     return {number: each.matrices for number, each in enumerate(templates) if each.matrices is not None}
+
+
+def has_values(state: Mapping[str, Any]) -> bool:
+    """Whether nothing of what an optimizer keeps for a parameter is on the meta device.
+
+    Adagrad makes its states as it is built. Over meta parameters they say nothing, and are made anew in the first step.
+    """
+    return not any(isinstance(value, Tensor) and value.is_meta for value in state.values())
+
+
+def drop_meta_states(optimizer: Optimizer) -> None:
+    """Have an optimizer make anew, in its first step, the states that have no values."""
+    for parameter in [parameter for parameter, state in optimizer.state.items() if not has_values(state)]:
+        del optimizer.state[parameter]
