@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
-from terrazzo.engine import Precision, engine_of
+from terrazzo.engine import Precision, WireFormat, engine_of
 from terrazzo.engine.comm.transfer import Released
 from terrazzo.engine.plan.moves import Divisor, GradientFate
 from tests.engine.census import PeakBytes, census, live_bytes
@@ -30,6 +31,7 @@ PRECISIONS: dict[str, Precision | str] = {
     "fp16": Precision(weight="fp16", compute="fp16"),  # type: ignore[arg-type]
     "mixed": Precision(weight="fp32", compute="bf16", reduce="bf16", moments="bf16"),  # type: ignore[arg-type]
     "gathered in int8": Precision(weight="bf16", compute="bf16", gather="int8"),  # type: ignore[arg-type]
+    "bf16-pure, in int8": replace(Precision.named("bf16-pure"), gather=WireFormat.INT8),
     "sums in int8": Precision(weight="bf16", compute="bf16", quantized_reduce="int8"),  # type: ignore[arg-type]
     "sums in int4": Precision(gather="int8", reduce="bf16", quantized_reduce="int4"),  # type: ignore[arg-type]
     "error feedback": Precision(weight="bf16", compute="bf16", quantized_reduce="int4", error_feedback=True),  # type: ignore[arg-type]
@@ -170,7 +172,7 @@ def test_the_transient_peak_equals_the_bill(plan: str, precision: str) -> None:
 
 
 @pytest.mark.cover(strength=1, turns=2, plan=places)
-@pytest.mark.parametrize("precision", ["bf16", "gathered in int8", "sums in int4"])
+@pytest.mark.parametrize("precision", ["bf16", "gathered in int8", "bf16-pure, in int8", "sums in int4"])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_the_transient_peak_on_real_ranks(plan: str, precision: str) -> None:
     base = Net(width=37)

@@ -157,20 +157,23 @@ class UnitWeights:
             self.wait()
 
     def publish(self, among: Collection[Bucket] | None = None) -> None:
-        """Start bringing resting weights in line with master weights that have been written or stepped on this thread.
+        """Bring resting weights in line with master weights that have been written or stepped on this thread.
 
-        `finish_publishing` must follow, and does where chains run beside the computation: before the unit's next
-        forward, or as soon as anything touches one of its parameters.
+        Where chains run beside the computation this only starts it: `finish_publishing` follows before the unit's next
+        forward, or as soon as anything touches one of its parameters. Where the host does the work it has ended then:
+        of what new weights are sent in, one unit's is held at a time.
 
         Args:
             among: the buckets that have been; all if None.
         """
         written = [bucket for bucket in self._trainable if among is None or bucket in among]
         moving = Transfer(_publish_written(written), self.updated, self._streams)
+        if self._streams is None:
+            moving.finish()
         if moving.done:
             return
         self._publishing = moving
-        for bucket in written if self._streams is not None else ():
+        for bucket in written:
             bucket.full.hide(functools.partial(_finish_publishing, weakref.ref(self)))
 
     def finish_publishing(self) -> None:

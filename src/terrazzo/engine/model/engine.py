@@ -266,12 +266,9 @@ class Engine:
     def catch_up(self) -> None:
         """Return once no update is under way, and weights at rest are in line. Collective."""
         self.drivers.recover()
-        self._finish_publishing()
-        self.drivers.catch_up()
-
-    def _finish_publishing(self) -> None:
         for unit in self.units:
             unit.weights.finish_publishing()
+        self.drivers.catch_up()
 
     def publish(self, among: Collection[Bucket] | None = None) -> None:
         """Bring resting compute weights in line with the master weights; those that are being updated follow later.
@@ -282,8 +279,6 @@ class Engine:
         self.schedule.rest()
         for unit in (unit for unit in self.units if not unit.weights.updating):
             unit.weights.publish(among)
-        if self.axes.comm_streams is None:
-            self._finish_publishing()
         self.blocks.show_changed()
 
     def gathered(self, write: Write) -> AbstractContextManager[dict[str, Tensor]]:
