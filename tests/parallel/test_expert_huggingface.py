@@ -329,7 +329,10 @@ def test_a_folder_is_read_and_written_as_transformers_has_it(kind: str, ep: int,
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_routers_tell_how_sure_they_are(kind: str) -> None:
-    """The mean entropy of the softmax of `router_logits`, as transformers itself gives these out; recomputed, once."""
+    """The mean entropy of the softmax of `router_logits`, as transformers itself gives these out; recomputed, once.
+
+    Padding is not counted.
+    """
     model = copy.deepcopy(base(kind)).train()
     tokens = torch.randint(61, (2, 2, 8), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
@@ -338,6 +341,8 @@ def test_routers_tell_how_sure_they_are(kind: str) -> None:
     expected = [torch.distributions.Categorical(logits=each).entropy().mean() for each in layers]
     assert count_rows(model) == ()
     assert torch.equal(model(tokens[0]).logits, logits)
+    padded = F.pad(tokens, (0, 3), value=5)
+    padding_mask = F.pad(torch.zeros_like(tokens[0], dtype=torch.bool), (0, 3), value=True)
 
     def body(rank: int) -> dict[str, ExpertLoad]:
         copied = copy.deepcopy(model)
@@ -346,7 +351,7 @@ def test_routers_tell_how_sure_they_are(kind: str) -> None:
         tz.parallelize(copied, mesh)
         checkpoint_activations(copied, "full", units=[type(copied.model.layers[0])])
         copied, _ = tz.shard(copied, torch.optim.SGD(copied.parameters(), lr=0.1), "zero3", mesh=mesh)
-        copied(tokens[rank]).logits.sum().backward()
+        copied(padded[rank], padding_mask=padding_mask).logits.sum().backward()
         return balance_experts(copied)
 
     for load in run_in_threads(2, body):

@@ -107,6 +107,36 @@ def test_auxiliary_losses_are_sums_over_tokens() -> None:
     assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_padding_is_not_counted_and_learns_nothing_however_long_it_is() -> None:
+    """Against the same texts, of different lengths, one after the other without padding; and recomputed."""
+    experts = replace(CONFIG, balance="loss", loss_weight=0.5, z_loss=0.25)
+    torch.manual_seed(5)
+    base = Decoder(replace(SIZES, experts=experts))
+    texts = [torch.randint(1, 31, (length,)) for length in (3, 7, 5)]
+
+    def learnt(width: int, recomputed: bool = False) -> tuple[Tensor, ...]:
+        model = copy.deepcopy(base)
+        if recomputed:
+            checkpoint_activations(model, "full", units=[Block])
+        rows = torch.nn.utils.rnn.pad_sequence([*texts, torch.ones(width + 1).long()], True, -100)[:3]
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        padding_mask = inputs == -100
+        logits = model(inputs.where(~padding_mask, 0), padding_mask=padding_mask)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        auxiliary = auxiliary_loss(model)
+        assert auxiliary is not None
+        (loss + auxiliary).backward()
+        router = model.blocks[1].feed_forward.router
+        grads = torch.cat([each.grad.flatten() for each in model.parameters()])
+        assert router.load.sum() == 2 * (3 + 7 + 5)  # the last token of a row is an input where there is padding
+        return loss, auxiliary, grads, router.load, router.entropy
+
+    (narrow, *others) = (learnt(*each) for each in ((8,), (15,), (15, True)))
+    for other in others:
+        for found, expected in zip(other, narrow, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["count", "top_k", "ffn_dim"])
 def test_sizes_are_positive(name: str) -> None:
     with pytest.raises(tz.BadInput, match=rf"model.experts.{name} is 0"):

@@ -73,6 +73,36 @@ def test_ranks_that_share_experts_train_as_ranks_that_have_them_all_and_take_up_
 
 
 @pytest.mark.parametrize(
+    ("mesh", "balance"),
+    mostly_long(
+        [({"tp": 2, "cp": 2}, "bias"), ({"pp": 2}, "loss"), ({"cp": 2}, "bias"), ({"ep": 2}, "loss")],
+        ({"tp": 2, "cp": 2}, "bias"),
+    ),
+)
+def test_the_length_of_padding_changes_nothing(tmp_path: Path, mesh: dict[str, int], balance: str) -> None:
+    """Short texts, each in a row of its own, also beside rows that only fill up a batch.
+
+    The loss is of what a rank has of a micro-batch, and so another one where ranks share sequences.
+    """
+    texts = [{"text": "ab" * (3 + number % 9)} for number in range(30)]
+    (tmp_path / "texts.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
+    balanced = {"balance": balance, "z_loss": 0.1} | ({"loss_weight": 0.5} if balance == "loss" else {})
+    ranks = max(2, math.prod(mesh.values()) // mesh.get("ep", 1))
+    narrow, wide = (settings(tmp_path, each, ranks, "zero3", **balanced) for each in ({}, mesh))
+    for values, length in ((narrow, 24), (wide, 48)):
+        values["data"] = {"source": str(tmp_path / "texts.jsonl"), "packing": "single", "cache": str(tmp_path)}
+        values["batch"] |= {"sequence_length": length, "global_batch": 3}
+        values["checkpoint"]["allow_changed_data"] = True
+    check(config_from_dict(wide), ranks)
+    train(narrow, 1)
+    first = "checkpoints/step-00000001"
+    shutil.copytree(run_folder(narrow) / first, run_folder(wide) / first)
+    train(wide, ranks)
+    torch.testing.assert_close(measured(wide), measured(narrow)[1:], rtol=1e-5, atol=0)
+    assert lines(run_folder(wide), "experts") == lines(run_folder(narrow), "experts")[1:]
+
+
+@pytest.mark.parametrize(
     ("checkpointing", "tp"),
     mostly_long([("none", 1), ("selective", 1), ("full", 1), ("full", 2)], ("full", 2)),
 )

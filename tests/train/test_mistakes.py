@@ -99,10 +99,6 @@ def _shared(mode: str = "gather", **mesh: int) -> dict[str, Any]:
         ({**_shared(cp=2, mode="ring"), "model": {"attention": {"window": 8}}}, "sends keys around that no token"),
         (_shared(dp_shard=3), "3"),
         ({**_shared(pp=2), "batch": {"global_batch": 4}}, "does not fill a pipeline of 2 ranks"),
-        (
-            {"model": {"experts": {"count": 2}}, "batch": {"global_batch": 9, "micro_batch": 2}},
-            "The experts' routers would count them (model.experts.balance bias)",
-        ),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:24],
 )

@@ -193,14 +193,9 @@ def test_a_batch_that_does_not_divide_is_the_same_on_any_number_of_ranks(tmp_pat
         assert found == [pytest.approx(step, rel=1e-5) for step in alone]
 
 
-def test_empty_rows_are_told_of_and_refused_where_routers_would_count_them(tmp_path: Path) -> None:
+def test_empty_rows_are_told_of(tmp_path: Path) -> None:
     batch = {"batch": {"global_batch": 4, "micro_batch": 1}}
     assert any("2 of 6 rows of a step are empty" in note for note in check(config_in(tmp_path, **batch), 3))
-    experts = {"model": {"dim": 16, "layers": 1, "heads": 2, "experts": {"count": 4}}}
-    with pytest.raises(BadInput, match=r"2 of 6 rows.*batch\.global_batch=3 or 6.*routers would count them"):
-        check(config_in(tmp_path, **batch, **experts), 3)
-    experts["model"]["experts"] = {"count": 4, "balance": "none"}
-    assert any("2 of 6" in note for note in check(config_in(tmp_path, **batch, **experts), 3))
 
 
 def test_slow_data_are_waited_for_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

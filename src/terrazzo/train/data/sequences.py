@@ -46,7 +46,7 @@ class Batch:
     of the pairs' completions under the initial model. `positions`, int64 `[B, T]`, count from 0 in each document, of
     whole sequences where ranks share these; None where attention is not cut between documents. `prefixes`, int64
     `[B, T]`, likewise of whole sequences, say of each token how many tokens its document's prompt has; None where
-    attention is causal.
+    attention is causal. `padding_mask`, bool `[B, T]`, is True where an input only fills a row up; None where none does.
     """
 
     inputs: Tensor
@@ -56,6 +56,7 @@ class Batch:
     reference: Tensor | None = None
     positions: Tensor | None = None
     prefixes: Tensor | None = None
+    padding_mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,8 @@ class SequenceDataset:
         for row in real:
             start, stop = bounds[row]
             rows[row, : stop - start] = self.read(start, stop - start)
-        inputs = np.where(rows[:, :-1] == IGNORED, self.end_of_document, rows[:, :-1])
+        padding_mask = rows[:, :-1] == IGNORED
+        inputs = np.where(padding_mask, self.end_of_document, rows[:, :-1])
         targets = np.ascontiguousarray(rows[:, 1:])
         if self.learnable is not None:
             for row in real:
@@ -289,8 +291,8 @@ class SequenceDataset:
         positions = self.positions(bounds) if self.apart else None
         prefixes = _prefixes(targets, positions) if self.prompted else None
         given = (torch.from_numpy(inputs), torch.from_numpy(targets), valid_tokens, valid_tokens)
-        of_documents = (None if each is None else torch.from_numpy(each) for each in (positions, prefixes))
-        return Batch(*given, None, *of_documents)
+        further = (positions, prefixes, padding_mask if padding_mask.any() else None)
+        return Batch(*given, None, *(None if each is None else torch.from_numpy(each) for each in further))
 
     def positions(self, bounds: Indices) -> Indices:
         """The position of each token in its document, or in the fill, for sequences at `bounds` `[B, 2]`: `[B, T]`."""

@@ -22,6 +22,7 @@ from terrazzo.config import head_faults
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel import AttentionMask, Context, Style
 from terrazzo.train.model.attention_pattern import AttentionPattern
+from terrazzo.train.model.expert_load import part_of_padding
 from terrazzo.train.model.experts import MixtureConfig, MixtureOfExperts
 from terrazzo.train.model.rotary import RotaryTable, rotate
 
@@ -89,7 +90,7 @@ class DecoderConfig:
         return self.attention is not None and self.attention.prefix
 
     @property
-    def seen(self) -> list[tuple[int | None, int | None]]:
+    def seen(self) -> list[Kind]:
         """Window and stride of each layer; None where it has none."""
         pattern = self.attention
         return [(None, None) if pattern is None else pattern.seen(layer) for layer in range(self.layers)]
@@ -126,6 +127,8 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
+Kind = tuple[int | None, int | None]
+"""Window and stride of a layer's attention; None where it has none."""
 Seen = Tensor | AttentionMask | None
 """What tokens see: where a mask `[B, 1, T, T]` is True, what tiles say, or all before them and themselves."""
 
@@ -216,9 +219,12 @@ class Block(nn.Module):
         self.feed_forward = _feed_forward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen = None, padding_mask: Tensor | None = None
+    ) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, seen))
-        out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        of_experts = [] if padding_mask is None else [padding_mask]
+        out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x), *of_experts))
         return out
 
 
@@ -265,23 +271,32 @@ class Decoder(nn.Module):
             self._compute_by(Context(None))
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, prefix_lengths: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
         """Next-token logits `[B, T, vocab_size]` of int64 `input_ids` `[B, T]`, T ≤ `max_sequence_length`.
 
         With `position_ids`, int64 `[B, T]`, each 0 begins a document, which sees nothing of those before it. A model
         that shares its sequences (`use_context`) takes and gives this rank's part of them, and always needs these. One
         with a prefix mask needs `prefix_lengths`, int64 `[B, T]`: of each token, how many its document's prompt has.
+        `padding_mask`, bool `[B, T]`, is True where there is no token: routers of experts do not count there.
 
         Raises:
             Misuse: a prefix mask without lengths, or lengths without one.
         """
-        x = self.hidden(input_ids, position_ids, prefix_lengths)
+        x = self.hidden(input_ids, position_ids, prefix_lengths, padding_mask)
         logits: Tensor = self.tied_head(x, self.embedding.weight) if self.head is None else self.head(x)
         return logits
 
     def hidden(
-        self, tokens: Tensor, position_ids: Tensor | None = None, prefix_lengths: Tensor | None = None
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
         """What the head is given, `[B, T, dim]`."""
         length = tokens.shape[1] * (self.context.size if self.context is not None and self.context.is_split else 1)
@@ -293,11 +308,12 @@ class Decoder(nn.Module):
         self._check_prefix(prefix_lengths)
         kinds = self.config.seen
         given = (position_ids, prefix_lengths, tokens.shape[1])
-        seen = {kind: self._seen(*given, *kind) for kind in dict.fromkeys(kinds)}
+        seen = {kind: self._seen(*given, kind) for kind in dict.fromkeys(kinds)}
         cos, sin = self.rotary(tokens.shape[1]) if position_ids is None else self.rotary.at(position_ids)
         x = self.embedding(tokens)
+        padding_mask = None if self.config.experts is None else part_of_padding(self, padding_mask)
         for block, kind in zip(self.blocks, kinds, strict=True):
-            x = block(x, cos, sin, seen[kind])
+            x = block(x, cos, sin, seen[kind], padding_mask)
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -314,16 +330,9 @@ class Decoder(nn.Module):
             " attention=AttentionPattern(prefix=True)."
         )
 
-    def _seen(
-        self,
-        position_ids: Tensor | None,
-        prefix_lengths: Tensor | None,
-        tokens: int,
-        window: int | None,
-        stride: int | None,
-    ) -> Seen:
+    def _seen(self, position_ids: Tensor | None, prefix_lengths: Tensor | None, tokens: int, kind: Kind) -> Seen:
         """What the tokens of one kind of layers see."""
-        context = self.context
+        context, (window, stride) = self.context, kind
         if context is None:
             return None if position_ids is None else document_mask(position_ids)
         if context.size == 1 and position_ids is None and window is None and prefix_lengths is None:

@@ -11,10 +11,22 @@ from torch import Tensor, nn
 
 from terrazzo.engine import inside_backward
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.marks import Mark
+from terrazzo.marks import SHARES_MATRICES, Mark
 from terrazzo.parallel import stacked_experts
 
-__all__ = ["ExpertLoad", "RowsCounter", "count_rows", "counters_of", "load_of"]
+__all__ = [
+    "PADDING_MASK",
+    "ExpertLoad",
+    "RowsCounter",
+    "count_rows",
+    "counters_of",
+    "counts_rows",
+    "load_of",
+    "part_of_padding",
+]
+
+PADDING_MASK = "padding_mask"
+"""The name of what models with experts are given: bool, of the shape of the tokens, True where there is no token."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +50,48 @@ def load_of(counts: Tensor, entropy: float | None) -> ExpertLoad:
     return ExpertLoad(tuple(counts.tolist()), float(counts.max() / mean) if mean else 1.0, entropy)
 
 
+def part_of_padding(model: nn.Module, mask: Tensor | None) -> Tensor | None:
+    """Of a mask over the tokens that `model` is given, what this rank's experts compute: along tp each has a part."""
+    ranks = SHARES_MATRICES.find(model)
+    if mask is None or ranks is None:
+        return mask
+    part: Tensor = ranks.scatter_sequence(mask.unsqueeze(-1)).squeeze(-1)
+    return part
+
+
+@dataclass
+class _GivenPadding:
+    """Hooks on a model of transformers that keep its padding mask for the counters in it while its forward runs.
+
+    Attributes:
+        mask: bool `[tokens, 1]`; None where there is no padding.
+    """
+
+    mask: Tensor | None = None
+
+    def take(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        mask = part_of_padding(model, kwargs.pop(PADDING_MASK, None))
+        self.mask = None if mask is None else mask.reshape(-1, 1)
+        return args, kwargs
+
+    def drop(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.mask = None
+
+
 class RowsCounter:
     """A forward pre-hook on experts of transformers: counts each expert's rows in training, without recomputation."""
 
-    def __init__(self, experts: int) -> None:
-        self._experts = experts
+    def __init__(self, experts: int, padding: _GivenPadding) -> None:
+        self._experts, self._padding = experts, padding
         self._rows: Tensor | None = None
         self._scores: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _counts(module):
-            chosen = [*args, *kwargs.values()][1].flatten()
+            chosen = [*args, *kwargs.values()][1]
+            if (mask := self._padding.mask) is not None:
+                chosen = chosen.masked_fill(mask, self._experts)
+            chosen = chosen.flatten()
             rows = torch.zeros(self._experts + 1, dtype=torch.int64, device=chosen.device)
             rows.scatter_add_(0, chosen.clamp(max=self._experts), torch.ones_like(chosen))
             self._rows = rows if self._rows is None else self._rows + rows
@@ -56,7 +99,9 @@ class RowsCounter:
     def see(self, logits: Tensor) -> None:
         """Also count the entropy of the softmax of a router's logits `[..., experts]`."""
         if logits.shape[-1] == self._experts:
-            share = logits.detach().double().softmax(dim=-1)
+            share = logits.detach().double().softmax(dim=-1).reshape(-1, self._experts)
+            if (mask := self._padding.mask) is not None:
+                share = share.masked_fill(mask, 0)
             both = torch.stack([-torch.xlogy(share, share).sum(), share.sum()])
             self._scores = both if self._scores is None else self._scores + both
 
@@ -94,6 +139,7 @@ def _counts(module: nn.Module) -> bool:
 
 
 _COUNTERS = Mark[RowsCounter]("terrazzo_rows_counter")
+_PADDING = Mark[_GivenPadding]("terrazzo_given_padding")
 
 
 def count_rows(model: nn.Module) -> tuple[str, ...]:
@@ -102,11 +148,11 @@ def count_rows(model: nn.Module) -> tuple[str, ...]:
     Returns:
         Names of experts whose router is not known: transformers does not say which module gives `router_logits`.
     """
-    routers, blind = dict(_routers(model)), []
+    routers, blind, padding = dict(_routers(model)), [], _GivenPadding()
     for name, module in model.named_modules():
         if stacked_experts(module) is None:
             continue
-        counter = _COUNTERS.leave(module, RowsCounter(int(module.num_experts)))
+        counter = _COUNTERS.leave(module, RowsCounter(int(module.num_experts), padding))
         module.register_forward_pre_hook(counter, with_kwargs=True)
         block = name.rpartition(".")[0]
         beside = [each for each in routers if each == block or each.startswith(f"{block}.")]
@@ -114,7 +160,16 @@ def count_rows(model: nn.Module) -> tuple[str, ...]:
             model.get_submodule(beside[0]).register_forward_hook(_RouterHook(counter, routers[beside[0]]))
         else:
             blind.append(name)
+    if any(True for _ in counters_of(model)):
+        _PADDING.leave(model, padding)
+        model.register_forward_pre_hook(padding.take, with_kwargs=True)
+        model.register_forward_hook(padding.drop, always_call=True)
     return tuple(blind)
+
+
+def counts_rows(model: nn.Module) -> bool:
+    """Whether `count_rows` has found experts in `model`, which takes a padding mask then."""
+    return _PADDING.find(model) is not None
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[str, int]]:

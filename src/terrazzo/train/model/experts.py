@@ -109,8 +109,12 @@ class Router(nn.Module):
         for buffer in (self.bias, self.load, self.entropy):
             buffer.zero_()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Route tokens `[T, dim]`.
+
+        Args:
+            padding_mask: bool `[T]`, True where there is no token: such a row is computed, but is not counted and adds
+                nothing to the auxiliary loss.
 
         Returns:
             The weights (fp32) and numbers (int64) of each token's experts, both `[T, top_k]`, and how many rows each
@@ -125,28 +129,42 @@ class Router(nn.Module):
             weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.finfo(torch.float32).tiny)
         counts = torch.bincount(chosen.flatten(), minlength=config.count)
         if self.training and torch.is_grad_enabled():
-            auxiliary = self._auxiliary(logits, scores, counts)  # computed again too: torch compares what is saved
+            load = counts if padding_mask is None else self._load(chosen, padding_mask)
+            share = _without_padding(scores / scores.sum(dim=-1, keepdim=True), padding_mask)
+            auxiliary = self._auxiliary(logits, share, load, padding_mask)  # again too: torch compares what is saved
             if not inside_backward():
-                self._count(scores.detach(), counts)
+                self._count(share.detach(), load)
                 self.auxiliary = auxiliary
         return weights, chosen, counts
 
-    def _count(self, scores: Tensor, counts: Tensor) -> None:
-        share = scores / scores.sum(dim=-1, keepdim=True)
-        self.load += counts
-        self.entropy[0] -= torch.xlogy(share, share).sum()
-        self.entropy[1] += len(share)
+    def _load(self, chosen: Tensor, padding_mask: Tensor) -> Tensor:
+        """How many tokens each expert computes."""
+        nobody = self.config.count  # a bin more
+        chosen = chosen.masked_fill(padding_mask.unsqueeze(-1), nobody)
+        return torch.bincount(chosen.flatten(), minlength=nobody + 1)[:nobody]
 
-    def _auxiliary(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor | None:
+    def _count(self, share: Tensor, load: Tensor) -> None:
+        self.load += load
+        self.entropy[0] -= torch.xlogy(share, share).sum()
+        self.entropy[1] += load.sum() / self.config.top_k
+
+    def _auxiliary(self, logits: Tensor, share: Tensor, load: Tensor, padding_mask: Tensor | None) -> Tensor | None:
         """The sum over tokens of `experts × share of the rows × share of the scores`, and of the z-loss."""
         config, losses = self.config, []
         if config.balance == "loss":
-            share = scores / scores.sum(dim=-1, keepdim=True)
-            rows = counts / max(1, len(scores) * config.top_k)
+            rows = load / load.sum().clamp(min=1)
             losses.append(config.loss_weight * config.count * (rows * share.sum(dim=0)).sum())
         if config.z_loss:
-            losses.append(config.z_loss * logits.logsumexp(dim=-1).square().sum())
+            squares = _without_padding(logits.logsumexp(dim=-1).square(), padding_mask)
+            losses.append(config.z_loss * squares.sum())
         return torch.stack(losses).sum() if losses else None
+
+
+def _without_padding(values: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """The `values` `[T, ...]`, 0 where there is no token."""
+    if padding_mask is None:
+        return values
+    return values.masked_fill(padding_mask.view(-1, *(1 for _ in values.shape[1:])), 0)
 
 
 class GroupedFeedForward(nn.Module):
@@ -224,9 +242,10 @@ class MixtureOfExperts(nn.Module):
         self.experts = GroupedFeedForward(dim, config, std, out_std)
         self.shared = shared
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """The mixed outputs; `padding_mask`, bool `[..., T]`, is True where there is no token."""
         tokens = x.reshape(-1, x.shape[-1])
-        weights, chosen, counts = self.router(tokens)
+        weights, chosen, counts = self.router(tokens, None if padding_mask is None else padding_mask.reshape(-1))
         order = RowOrder.by(chosen.flatten())
         each = weights.flatten().unsqueeze(-1).to(tokens.dtype)
         rows = tokens.repeat_interleave(self.config.top_k, dim=0) if self.config.top_k > 1 else tokens

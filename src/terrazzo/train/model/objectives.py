@@ -22,7 +22,8 @@ from terrazzo.parallel import context_of, vocabulary_of
 from terrazzo.planner import ModelShape
 from terrazzo.train.data import IGNORED, Batch
 from terrazzo.train.model.causal_lm import build_model, logits_of
-from terrazzo.train.model.decoder import DecoderConfig
+from terrazzo.train.model.decoder import Decoder, DecoderConfig
+from terrazzo.train.model.expert_load import PADDING_MASK, counts_rows
 from terrazzo.train.model.head_loss import TARGETS, gives_loss
 from terrazzo.train.model.lora import add_adapters, load_base
 from terrazzo.train.model.reward import build_reward_model, load_body, with_score
@@ -196,8 +197,8 @@ class Reward(_Pairs):
         return with_score(shape)
 
     def inputs(self, model: nn.Module, batch: Batch, device: torch.device) -> Inputs:
-        tensors = {"tokens": batch.inputs, "last": _last(batch)}
-        return {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        tensors = {"tokens": batch.inputs, "last": _last(batch), **_padding(model, batch)}
+        return {name: _moved(value, device) for name, value in tensors.items()}
 
     def preferences(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
         scores: Tensor = output
@@ -221,7 +222,13 @@ def inputs_of(model: nn.Module, batch: Batch, device: torch.device) -> Inputs:
     if batch.prefixes is not None:
         place_prefix = _moved if context is None else context.place_prefix
         inputs["prefix_lengths"] = place_prefix(batch.prefixes, device)
-    return inputs
+    return inputs | {name: _moved(mask, device) for name, mask in _padding(model, batch).items()}
+
+
+def _padding(model: nn.Module, batch: Batch) -> Inputs:
+    """The padding mask, where there is padding, and experts that are counted."""
+    takes = counts_rows(model) or (isinstance(model, Decoder) and model.config.experts is not None)
+    return {} if batch.padding_mask is None or not takes else {PADDING_MASK: batch.padding_mask}
 
 
 def is_known(batch: Batch) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 from terrazzo.config import Config, setting_texts
 from terrazzo.engine import check_narrow, find_units
 from terrazzo.errors import BadInput
-from terrazzo.messages import listed
 from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.train.data.chat import check_own_template
 from terrazzo.train.data.load import check_too_long
@@ -30,7 +29,6 @@ from terrazzo.train.settings.plan import (
     build_precision,
     check_rounds,
     empty_rows,
-    filling_note,
     mesh_shape,
     micro_batches_per_rank,
 )
@@ -156,15 +154,6 @@ def check_samples_of_groups(config: Config, world_size: int) -> None:
         )
 
 
-def _check_filling(config: Config, world_size: int) -> None:
-    """Raise `BadInput` if experts' routers would count the rows that only fill up a batch."""
-    note, experts = filling_note(config.batch, world_size, config.plan.mesh), config.model.experts
-    counting = [f"model.experts.balance {experts.balance}"] if experts.balance != "none" else []
-    counting += ["model.experts.z_loss"] if experts.z_loss else []
-    if note is not None and experts.count is not None and counting:
-        raise BadInput(f"{note}. The experts' routers would count them ({listed(counting)}): take such a batch.")
-
-
 def _check_turns(config: Config, world_size: int) -> None:
     """Raise `BadInput` if a step has too few micro-batches for the stages of a pipeline, or they do not go round."""
     mesh, pipeline = config.plan.mesh, config.parallel.pipeline
@@ -175,7 +164,6 @@ def _check_turns(config: Config, world_size: int) -> None:
 
 _CHECKS_OF_RANKS: dict[str, Callable[[Config, int], object]] = {
     "plan.sync_every": check_samples_of_groups,
-    "batch.global_batch": _check_filling,
     "parallel.pipeline": _check_turns,
 }
 

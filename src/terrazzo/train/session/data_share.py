@@ -43,9 +43,12 @@ class DataShare:
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.inputs.shape[1]).expand_as(batch.inputs)
-        inputs, targets = self.context.split(batch.inputs, batch.targets)
-        learnt = int((targets != IGNORED).sum())
-        return replace(batch, inputs=inputs, targets=targets, positions=positions, valid_tokens=learnt, samples=learnt)
+        whole = {"inputs": batch.inputs, "targets": batch.targets}
+        if batch.padding_mask is not None:
+            whole["padding_mask"] = batch.padding_mask
+        parts = dict(zip(whole, self.context.split(*whole.values()), strict=True))
+        learnt = int((parts["targets"] != IGNORED).sum())
+        return replace(batch, positions=positions, valid_tokens=learnt, samples=learnt, **parts)
 
     def total(self, own: Tensor) -> Tensor:
         """Sum over all ranks what each has found for its own tokens, in place. Collective."""
