@@ -162,6 +162,20 @@ def test_what_another_version_has_written_is_refused_by_name() -> None:
         read_saved(SaveInterval, {"every": 7}, "cadence")
 
 
+def test_validations_of_another_number_of_sequences_are_not_compared(tmp_path: Path) -> None:
+    """A quarter of the micro-batch reads a quarter of the sequences, of which an earlier best says nothing."""
+    data, steps = {"validation_fraction": 0.2}, {"steps": 2, "eval_every": 1, "eval_batches": 2}
+    keep = {"keep_last": 1, "keep_best": 1}
+    trained(config_in(tmp_path, data=data, train=steps, checkpoint=keep, optimizer={"lr": 0.0}))
+    fewer, steps["steps"] = {"micro_batch": 1, "global_batch": 2}, 4
+    trained(config_in(tmp_path, data=data, train=steps, checkpoint=keep, batch=fewer, optimizer={"lr": 0.0}))
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [line["same_evaluation"] for line in lines if line["kind"] == "begin"] == [False]
+    newest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000004" / "manifest.json").read_text())["extra"]
+    assert newest["best"]["step"] == 3
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))[0] == "step-00000003"
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_a_validation_is_taken_up_where_it_is_of_the_same_data(same: bool) -> None:
     progress = RunProgress()

@@ -46,7 +46,7 @@ class Batch:
     of the pairs' completions under the initial model. `positions`, int64 `[B, T]`, count from 0 in each document, of
     whole sequences where ranks share these; None where attention is not cut between documents. `prefixes`, int64
     `[B, T]`, likewise of whole sequences, say of each token how many tokens its document's prompt has; None where
-    attention is causal. `padding_mask`, bool `[B, T]`, is True where an input only fills a row up; None where none does.
+    attention is causal. `padding_mask`, bool `[B, T]`, is True where an input only fills its row; None where none does.
     """
 
     inputs: Tensor

@@ -29,9 +29,12 @@ def resume_session(session: Session) -> None:
             f"resume: the learning rate goes on at {rate:.1e}, where this schedule has it; it was {restored.rate:.1e}"
         )
     origin.optimizer = _restored_settings(config, extra["config"]["optimizer"])
-    origin.same_evaluation = session.evaluation == extra["evaluation"]
+    origin.same_evaluation = session.validation_fingerprint == extra["evaluation"]
     if not origin.same_evaluation:
-        notes.append("resume: the validation data are not those of the checkpoint")
+        notes.append(
+            "resume: validations are of other sequences than the checkpoint's, in data or number (train.eval_batches ×"
+            " batch.micro_batch × ranks that read): losses before and after are not compared"
+        )
     if restored.draws_anew and goes_on:
         here = session.ranks.world_size, config.plan.mesh.tp
         notes.append(seeded_anew((resumed.world_size, restored.tp), here))

@@ -85,7 +85,7 @@ class RunProgress:
         }
 
     def take_up(self, extra: Mapping[str, Any], *, same_evaluation: bool) -> None:
-        """Continue from a checkpoint's extra. Its validations count only if the validation data are the same.
+        """Continue from a checkpoint's extra. Its validations count only if those here are of the same sequences.
 
         Raises:
             BadInput: another version has written it, and this one cannot read it.

@@ -19,13 +19,13 @@ from terrazzo.launch.rank.process_group import Ranks
 from terrazzo.launch.rank.restart_note import Restart
 from terrazzo.train.checkpoints.resume import data_changes, stamps
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
-from terrazzo.train.data import Loader, TokenData
+from terrazzo.train.data import Loader, TokenData, evaluated
 from terrazzo.train.session.data_share import DataShare
 from terrazzo.train.session.dpo_reference import reference_state
 from terrazzo.train.session.run_progress import RunProgress
 from terrazzo.train.session.sampling import Sampling
 from terrazzo.train.settings.optimizer import resume_schedule
-from terrazzo.train.settings.plan import empty_rows, micro_batches_per_rank
+from terrazzo.train.settings.plan import empty_rows, evaluation_limit, micro_batches_per_rank
 
 __all__ = ["Origin", "RestoreOutcome", "Session"]
 
@@ -37,7 +37,7 @@ class Origin:
     Attributes:
         initial: the settings that determine the weights before the first step, which DPO's reference model has.
         optimizer: hyper-parameters restored with the optimizer's state, whatever the configuration says.
-        same_evaluation: whether the validation data are those of the checkpoint.
+        same_evaluation: whether validations read the same sequences as the checkpoint's.
         restart: what these ranks were told, if they were started again after a failure.
     """
 
@@ -111,9 +111,15 @@ class Session:
         return rows * config.sequences_per_sample * config.batch.sequence_length
 
     @property
-    def evaluation(self) -> str | None:
-        """The fingerprint of the validation data."""
-        return None if self.data.validation is None else self.data.validation.fingerprint
+    def validation_fingerprint(self) -> str | None:
+        """Of the sequences that a validation reads, whose number follows readers and micro-batch; None without any.
+
+        Losses of two validations are compared where it is the same.
+        """
+        if (dataset := self.data.validation) is None:
+            return None
+        limit = evaluation_limit(self.config, self.share.readers)
+        return f"{dataset.fingerprint}-{len(evaluated(dataset, limit))}"
 
     def flops_per_s(self, steps: int, seconds: float) -> float:
         """Floating-point operations per second on each rank, of so many steps; 0 where a token's are not known."""
@@ -143,7 +149,7 @@ class Session:
             "schedule": self.schedule.state_dict(),
             "data": self.loader.state_dict(),
             "files": stamps(self.data.files),
-            "evaluation": self.evaluation,
+            "evaluation": self.validation_fingerprint,
             "reference": reference_state(self.data),
             "initial": dict(self.origin.initial),
             "tokenizer": self.data.tokenizer.fingerprint,
@@ -154,7 +160,7 @@ class Session:
         """Restore model, optimizer, schedule, data and progress from the newest whole checkpoint. Collective."""
         config, resumed = self.config, self.checkpoints.restore(self.model, self.optimizer, EXTRA)
         extra = resumed.extra
-        self.progress.take_up(extra, same_evaluation=extra["evaluation"] == self.evaluation)
+        self.progress.take_up(extra, same_evaluation=extra["evaluation"] == self.validation_fingerprint)
         rate = self.optimizer.param_groups[0]["lr"]
         resume_schedule(self.schedule, extra["schedule"])
         why = data_changes(config, extra, self.data.files)
