@@ -102,7 +102,22 @@ def test_settings_are_refused() -> None:
             make([{"params": Net().parameters(), **options}])  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("make", [tz.optim.Lion, tz.optim.AdEMAMix])
+EACH = [tz.optim.Lion, tz.optim.AdEMAMix, lambda given: tz.optim.Muon([p for p in given if p.ndim > 1])]
+
+
+@pytest.mark.parametrize("make", EACH, ids=["Lion", "AdEMAMix", "Muon"])
+def test_complex_parameters_are_refused_and_not_stepped_by_half(make: Callable[..., Any]) -> None:
+    real, twisted = (torch.nn.Linear(2, 2, dtype=dtype) for dtype in (torch.float32, torch.complex64))
+    with pytest.raises(BadInput, match=r"given a parameter of torch\.complex64, and steps real numbers.*view_as_real"):
+        make(twisted.parameters())
+    optimizer = make(real.parameters())
+    for params in (twisted.weight, iter([twisted.weight])):
+        with pytest.raises(BadInput, match="real numbers"):
+            optimizer.add_param_group({"params": params})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("make", EACH, ids=["Lion", "AdEMAMix", "Muon"])
 def test_sparse_gradients_are_refused_before_anything_is_changed(make: Callable[..., Any]) -> None:
     table, other = torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 3)
     before = other.weight.detach().clone()

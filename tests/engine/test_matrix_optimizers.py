@@ -279,6 +279,21 @@ def test_a_stack_is_stepped_matrix_by_matrix() -> None:
         assert torch.equal(found, torch.stack(apart))
 
 
+def test_matrices_of_any_memory_format_and_none_at_all_are_stepped() -> None:
+    """A convolution's weights in channels_last, against the same in the usual format."""
+    torch.manual_seed(1)
+    plain = torch.randn(3, 2, 4, 5)
+    turned = plain.contiguous(memory_format=torch.channels_last)
+    assert not turned.is_contiguous()
+    stepped = [torch.nn.Parameter(values) for values in (plain.clone(), turned)]
+    empty = torch.nn.Parameter(torch.zeros(0, 4))
+    for weight in (*stepped, empty):
+        weight.grad = torch.linspace(-1, 1, weight.numel()).view(weight.shape)
+    tz.optim.Muon([*stepped, empty], lr=0.1).step()
+    assert torch.equal(*stepped)
+    assert not torch.equal(stepped[0], plain)
+
+
 def test_in_plain_pytorch_it_is_torchs_too() -> None:
     base = Net()
     own, stock = copy.deepcopy(base), copy.deepcopy(base)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from terrazzo.errors import BadInput
 from terrazzo.given_numbers import is_count, is_number
-from terrazzo.optim.optimizer_step import ParamGroup, loss_of
+from terrazzo.optim.optimizer_step import ParamGroup, loss_of, refuse_complex, refuse_sparse
 
 __all__ = ["AdEMAMix", "Lion"]
 
@@ -34,6 +34,7 @@ class _Elementwise(Optimizer):
     def add_param_group(self, param_group: ParamGroup) -> None:
         """As torch's; settings of its own are checked as those of all groups are."""
         self._check({key: param_group.get(key, value) for key, value in self.defaults.items()})
+        refuse_complex(self, param_group)
         super().add_param_group(param_group)
 
     def _check(self, settings: ParamGroup) -> None:
@@ -54,12 +55,7 @@ class _Elementwise(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient."""
         loss = loss_of(closure)
-        gradients = (parameter.grad for group in self.param_groups for parameter in group["params"])
-        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-            raise BadInput(
-                f"tz.optim.{type(self).__name__} was given a sparse gradient, which it does not step: build the"
-                " embedding with sparse=False."
-            )
+        refuse_sparse(self)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -82,8 +78,8 @@ class Lion(_Elementwise):
         weight_decay: decoupled.
 
     Raises:
-        BadInput: for settings that are no numbers, negative or infinite, betas that are not from 0 to 1, and in a step
-            for a sparse gradient.
+        BadInput: for settings that are no numbers, negative or infinite, betas that are not from 0 to 1, complex
+            parameters, and in a step for a sparse gradient.
     """
 
     _beta_count = 2
@@ -118,8 +114,8 @@ class AdEMAMix(_Elementwise):
             takes the whole run. 0 for none.
 
     Raises:
-        BadInput: for settings that are no numbers, negative or infinite, betas that are not from 0 to 1, and in a step
-            for a sparse gradient.
+        BadInput: for settings that are no numbers, negative or infinite, betas that are not from 0 to 1, complex
+            parameters, and in a step for a sparse gradient.
     """
 
     _beta_count = 3

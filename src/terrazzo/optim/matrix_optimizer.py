@@ -9,6 +9,7 @@ A step has three parts, of which only the second needs the whole matrix. So rank
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, MutableMapping
 from typing import Any, TypeGuard
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.optim.optimizer_step import ParamGroup, loss_of
+from terrazzo.optim.optimizer_step import ParamGroup, loss_of, refuse_sparse
 
 __all__ = ["MatrixOptimizer", "is_matrix_group"]
 
@@ -68,6 +69,7 @@ class MatrixOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all groups."""
         loss = loss_of(closure)
+        refuse_sparse(self)
         for group in self.param_groups:
             if not self.is_of_matrices(group):
                 self.step_elements(group)
@@ -81,11 +83,11 @@ class MatrixOptimizer(Optimizer):
         gradient = parameter.grad
         assert gradient is not None
         update = self.prepare(group, self.state[parameter], gradient)
-        rows, columns = parameter.shape[-2:]
-        for values, own in zip(
-            parameter.detach().view(-1, rows, columns), update.reshape(-1, rows, columns), strict=True
-        ):
-            self.apply(group, values, self.whole(group, own), (rows, columns))
+        *outer, rows, columns = parameter.shape
+        if parameter.numel() == 0:
+            return
+        for place in itertools.product(*map(range, outer)):  # in any memory format
+            self.apply(group, parameter[place], self.whole(group, update[place]), (rows, columns))
 
 
 def is_matrix_group(optimizer: Optimizer, group: ParamGroup) -> TypeGuard[MatrixOptimizer]:

@@ -12,7 +12,7 @@ from torch.optim.adamw import AdamW, adamw
 
 from terrazzo.errors import BadInput
 from terrazzo.optim.matrix_optimizer import MatrixOptimizer
-from terrazzo.optim.optimizer_step import ParamGroup
+from terrazzo.optim.optimizer_step import ParamGroup, refuse_complex
 
 __all__ = ["Muon"]
 
@@ -40,7 +40,8 @@ class Muon(MatrixOptimizer):
             `maximize`, `foreach`, `capturable`, `differentiable`, `fused`.
 
     Raises:
-        BadInput: for parameters of fewer than two dims among the matrices, and for settings that there are not.
+        BadInput: for parameters of fewer than two dims, or complex ones, among the matrices, for settings that there
+            are not, and in a step for a sparse gradient.
     """
 
     def __init__(  # structure: signature fixed by torch.optim.Muon
@@ -72,6 +73,8 @@ class Muon(MatrixOptimizer):
         for key, value in self._of[algorithm].items():
             param_group.setdefault(key, value)
         _checked(algorithm, {key: param_group[key] for key in self._of[algorithm]})
+        if algorithm == "muon":  # AdamW steps them
+            refuse_complex(self, param_group)
         super().add_param_group(param_group)
         flat = [tuple(each.shape) for each in param_group["params"] if each.ndim < 2]
         if algorithm == "muon" and flat:
