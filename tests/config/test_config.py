@@ -565,8 +565,21 @@ def test_optimizer_names_and_options_are_checked() -> None:
         optimizer_class(OptimizerConfig(name="Adamw"))
     with pytest.raises(BadInput, match="Did you mean 'betas'"):
         optimizer_class(OptimizerConfig(options={"beta": [0.9, 0.99]}))
-    with pytest.raises(BadInput, match=r"does not accept.*1\.5"):
-        check_settings(OptimizerConfig(options={"betas": [0.9, 1.5]}))
+    for options in (
+        *({"betas": each} for each in ([0.9, 1.5], [0.9], {"a": 1}, [0.9, 0.99, 0.999], 0.9)),
+        {"eps": -1.0, "amsgrad": True},
+    ):
+        option, value = next(iter(options.items()))
+        words = rf"optimizer\.options\.{option} is {re.escape(repr(value))}, with which AdamW makes no step \(.*[^.]\)"
+        for name in ("AdamW", "Muon"):
+            with pytest.raises(BadInput, match=words):
+                check_settings(OptimizerConfig(name=name, options=options))
+    for option, words in (("capturable", "a CUDA graph: remove it"), ("differentiable", "through a step: remove it")):
+        with pytest.raises(BadInput, match=rf"optimizer\.options\.{option} is True, and .* {words}"):
+            check_settings(OptimizerConfig(options={option: True}))
+        check_settings(OptimizerConfig(options={option: False}))
+    with pytest.raises(BadInput, match=r"AdamW does not accept these settings: .*epsilon value: -1\.0\.$"):
+        check_settings(OptimizerConfig(options={"eps": -1.0, "betas": 3}))
     for name in ("Adafactor", "adafactor"):  # before its options, which the one to take in its place has not
         with pytest.raises(BadInput, match="Adafactor cannot run on flat shards"):
             check_settings(OptimizerConfig(name=name, options={"betas": [0.9, 0.99]}))

@@ -26,6 +26,7 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint.storage.lock import Lock
 from terrazzo.engine import engine_of
 from terrazzo.engine.comm.host.neighbours import Neighbour
+from terrazzo.processes import ending
 from terrazzo.processes.ending import Ending
 from tests.checkpoint.faults import reap, spawn_child
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS
@@ -261,6 +262,17 @@ def test_exit_waits_until_gloo_has_let_go_of_tensors() -> None:
     code = EXIT.format(package="terrazzo")
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_thread_that_ends_meanwhile_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(6):
+        (tmp_path / str(number)).mkdir()
+    (tmp_path / "3" / "comm").write_text("pt_gloo_runloop\n")
+    (tmp_path / "3" / "status").write_text("Name:\tpt_gloo_runloop\nState:\tS (sleeping)\n")
+    monkeypatch.setattr(ending, "_TASKS", tmp_path)
+    assert ending._gloo_threads() == {"3": "State:\tS (sleeping)"}
+    monkeypatch.setattr(ending, "_TASKS", tmp_path / "of another system")
+    assert ending._gloo_threads() == {}
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def _checked(algorithm: str, settings: ParamGroup) -> ParamGroup:
         if algorithm == "muon" and not checked["momentum"] < 1:
             raise ValueError(f"momentum is {checked['momentum']!r}: give a number from 0 to less than 1")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(f"tz.optim.Muon does not accept these settings: {error}.") from None
+        raise BadInput(f"tz.optim.Muon does not accept these settings: {str(error).rstrip('.')}.") from None
     return {key: value for key, value in checked.items() if key != "decoupled_weight_decay"}
 
 

@@ -17,6 +17,7 @@ process aborts: "terminate called without an active exception". So all threads a
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import queue
@@ -178,13 +179,11 @@ def _await_gloo() -> None:
 def _gloo_threads() -> dict[str, str]:
     """For each of gloo's threads its state and counts of context switches; empty if that is not known."""
     statuses = {}
-    try:
-        for task in _TASKS.iterdir():
+    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():  # it is Linux's
+        with contextlib.suppress(OSError):  # the thread has ended
             if (task / "comm").read_text().strip() == _GLOO:
                 lines = (task / "status").read_text().splitlines()
                 statuses[task.name] = "\n".join(line for line in lines if line.startswith("State") or "ctxt" in line)
-    except OSError:  # it has ended, or this is not Linux
-        pass
     return statuses
 
 

@@ -41,6 +41,13 @@ _OWN = (Lion, AdEMAMix, Muon)
 """The optimizers of tz.optim."""
 
 
+_NOT_HERE = {
+    "capturable": "a run captures no step in a CUDA graph",
+    "differentiable": "a run takes no gradient through a step",
+}
+"""Options of torch's optimizers that make a step slower or impossible, for what a run does not do."""
+
+
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     """The class of torch.optim or tz.optim that a configuration names; its options are checked.
 
@@ -82,6 +89,8 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
                 f"optimizer.options.{option} is not an argument of {of}."
                 f"{did_you_mean(option, options)} Known: {', '.join(sorted(options))}."
             )
+        if value and option in _NOT_HERE:
+            raise BadInput(f"optimizer.options.{option} is {value!r}, and {_NOT_HERE[option]}: remove it.")
         if (kind := _other_kind(parameters[option], value)) is not None:
             raise BadInput(f"optimizer.options.{option} is {value!r}, and is {kind} to {stepped.name}: write it so.")
     return chosen
@@ -178,13 +187,36 @@ def check_names(config: OptimizerConfig, names: Sequence[str]) -> None:
 
 
 def check_settings(config: OptimizerConfig) -> None:
-    """Raise `BadInput` for an optimizer that cannot be sharded or does not accept its settings."""
+    """Raise `BadInput` for an optimizer that cannot be sharded, or does not step with its settings."""
     optimizer_class(config)
     config = _of_the_rest(config)  # of matrices the schema checks them
     chosen = optimizer_class(config)
-    # torch's own add_param_group imports its compiler, which takes a second that only the ranks need to wait.
+    if (error := _error_of_a_step(chosen, config)) is None:
+        return
+    for option, value in config.options.items():
+        others = {key: other for key, other in config.options.items() if key != option}
+        if _error_of_a_step(chosen, config.model_copy(update={"options": others})) is None:
+            default = inspect.signature(chosen).parameters[option].default
+            raise BadInput(
+                f"optimizer.options.{option} is {value!r}, with which {chosen.__name__} makes no step ({_said(error)}):"
+                f" its default is {default!r}."
+            ) from error
+    raise _not_accepted(config, error) from error
+
+
+def _error_of_a_step(chosen: type[torch.optim.Optimizer], config: OptimizerConfig) -> Exception | None:
+    """What an optimizer raises as it is made for a small parameter and steps it; whatever it is, given such options."""
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    # torch's add_param_group, and what is wrapped around its step, import its compiler: seconds, only for ranks to wait
     keep = {"add_param_group": lambda optimizer, group: optimizer.param_groups.append(optimizer.defaults | group)}
-    _construct(type(chosen.__name__, (chosen,), keep), config, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+    try:
+        made = type(chosen.__name__, (chosen,), keep)([{"params": [parameter]}], lr=config.lr, **_options(config))
+        with torch.set_grad_enabled(bool(made.defaults.get("differentiable", False))):
+            inspect.unwrap(chosen.step)(made)
+    except Exception as error:
+        return error
+    return None
 
 
 def construct(config: OptimizerConfig, params: Sequence[Any]) -> torch.optim.Optimizer:
@@ -199,11 +231,20 @@ def construct(config: OptimizerConfig, params: Sequence[Any]) -> torch.optim.Opt
 def _construct(
     chosen: type[torch.optim.Optimizer], config: OptimizerConfig, params: Sequence[Any]
 ) -> torch.optim.Optimizer:
-    arguments: dict[str, Any] = {"lr": config.lr, **_options(config)}
     try:
-        return chosen(params, **arguments)
+        return chosen(params, lr=config.lr, **_options(config))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(f"{config.name} does not accept these settings: {error}.") from error
+        raise _not_accepted(config, error) from error
+
+
+def _not_accepted(config: OptimizerConfig, error: Exception) -> BadInput:
+    return BadInput(f"{config.name} does not accept these settings: {_said(error)}.")
+
+
+def _said(error: Exception) -> str:
+    """An error in words, with its kind where the message alone says little."""
+    text = str(error).rstrip(".")
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
 
 
 def _options(config: OptimizerConfig) -> dict[str, Any]:
