@@ -211,7 +211,7 @@ def _error_of_a_step(chosen: type[torch.optim.Optimizer], config: OptimizerConfi
     # torch's add_param_group, and what is wrapped around its step, import its compiler: seconds, only for ranks to wait
     keep = {"add_param_group": lambda optimizer, group: optimizer.param_groups.append(optimizer.defaults | group)}
     try:
-        made = type(chosen.__name__, (chosen,), keep)([{"params": [parameter]}], lr=config.lr, **_options(config))
+        made = type(chosen.__name__, (chosen,), keep)([{"params": [parameter]}], **_arguments(config))
         with torch.set_grad_enabled(bool(made.defaults.get("differentiable", False))):
             inspect.unwrap(chosen.step)(made)
     except Exception as error:
@@ -232,7 +232,7 @@ def _construct(
     chosen: type[torch.optim.Optimizer], config: OptimizerConfig, params: Sequence[Any]
 ) -> torch.optim.Optimizer:
     try:
-        return chosen(params, lr=config.lr, **_options(config))
+        return chosen(params, **_arguments(config))
     except (TypeError, ValueError, RuntimeError) as error:
         raise _not_accepted(config, error) from error
 
@@ -245,6 +245,10 @@ def _said(error: Exception) -> str:
     """An error in words, with its kind where the message alone says little."""
     text = str(error).rstrip(".")
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+def _arguments(config: OptimizerConfig) -> dict[str, Any]:
+    return {"lr": config.lr, **_options(config)}
 
 
 def _options(config: OptimizerConfig) -> dict[str, Any]:
