@@ -140,6 +140,7 @@ OTHER: dict[str, Any] = {
     "optimizer.name": "SGD",
     "optimizer.lr": 1e-5,
     "optimizer.weight_decay": 0.0,
+    "optimizer.decay": "all",
     "optimizer.no_decay": ["*.bias"],
     "optimizer.options": {"betas": [0.9, 0.95], "eps": 1e-6, "amsgrad": True},
     "optimizer.muon.lr": 0.01,

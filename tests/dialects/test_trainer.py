@@ -556,3 +556,33 @@ def test_a_number_as_text_is_held_against_deepspeeds_as_a_number() -> None:
     assert verdicts("trainer", document)["max_grad_norm"].kind == "applied"
     document["max_grad_norm"] = "0.5"
     assert "clips at its own" in verdicts("trainer", document)["max_grad_norm"].why
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_lags_are_those_of_hugging_faces_schedules(kind: str) -> None:
+    steps, warmup = 20, 5
+    fields = {"output_dir": "x", "lr_scheduler_type": kind, "warmup_steps": warmup, "max_steps": steps}
+    description = described("trainer", fields)
+    rise, end = (description.value(f"schedule.{name}_lag") for name in ("warmup", "decay"))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = transformers.get_scheduler(kind, optimizer, warmup, steps)
+    shares = [schedule.lr_lambdas[0](step) for step in range(steps + 1)]
+    assert shares[:warmup] == [pytest.approx(max(0, step + 1 - rise) / warmup) for step in range(warmup)]
+    assert shares[steps - 1 + end] == pytest.approx(0, abs=1e-12)
+    assert shares[steps - 2 + end] > 1e-3
+    became = {each.key: each for each in converted("trainer", "terrazzo", fields).verdicts}
+    assert (became["warmup_steps"].kind, became["lr_scheduler_type"].kind) == ("lossy", "lossy")
+    assert "1/5 of the peak here; there the rate is zero for 1 step" in became["warmup_steps"].why
+
+
+def test_weight_decay_says_what_it_is_for() -> None:
+    """Hugging Face's Trainer decays no norm and no bias; DeepSpeed's optimizer is given one group of all."""
+    adamw = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
+    deepspeed = {"train_micro_batch_size_per_gpu": 1, "optimizer": adamw}
+    assert converted("deepspeed", "terrazzo", deepspeed).document["optimizer"]["decay"] == "all"
+    fields = {"output_dir": "x", "weight_decay": 0.1}
+    assert "decay" not in converted("trainer", "terrazzo", fields).document["optimizer"]
+    across = {path.key: path.why for path in converted("trainer", "deepspeed", fields).unsaid}
+    assert across["optimizer.decay"] == "DeepSpeed has all for optimizer.decay, not matrices"
+    unasked = {path.key for path in converted("trainer", "deepspeed", {"output_dir": "x"}).unsaid}
+    assert "optimizer.decay" not in unasked

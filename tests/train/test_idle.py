@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
         ({"offload": {"path": "/nowhere"}}, "offload.path does", "set offload.optim=nvme"),
         ({"plan": "zero3@cpu", "offload": {"depth": 2, "digest": True}}, "offload.depth, offload.digest do", "nvme"),
         ({"optimizer": {"name": "Rprop", "weight_decay": 0.2}}, "optimizer.weight_decay does", "no weight decay"),
-        ({"optimizer": {"weight_decay": 0, "no_decay": ["*"]}}, "optimizer.no_decay does", "weight_decay is 0"),
+        ({"optimizer": {"weight_decay": 0, "decay": "all"}}, "optimizer.decay does", "weight_decay is 0"),
         ({"optimizer": {"muon": {"ns_steps": 3}}}, "optimizer.muon.ns_steps does", "set optimizer.name=Muon"),
         ({"schedule": {"name": "constant", "final_fraction": 0}}, "schedule.final_fraction does", "schedule.name"),
         ({"data": {"validation_fraction": 0}, "train": {"eval_every": 5}}, "train.eval_every does", "data.validation"),

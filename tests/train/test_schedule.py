@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -67,8 +68,8 @@ def test_torch_gives_every_group_its_share() -> None:
 def test_weight_decay_is_kept_off_what_no_decay_names() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Linear(2, 2))
 
-    def undecayed(*globs: str) -> list[int]:
-        optimizer = build_optimizer(OptimizerConfig(no_decay=list(globs)), model)
+    def undecayed(*globs: str, decay: Literal["matrices", "all"] = "matrices") -> list[int]:
+        optimizer = build_optimizer(OptimizerConfig(decay=decay, no_decay=list(globs)), model)
         return [
             parameter.ndim
             for group in optimizer.param_groups
@@ -78,5 +79,7 @@ def test_weight_decay_is_kept_off_what_no_decay_names() -> None:
 
     assert undecayed() == [1]
     assert undecayed("0.*", "*.bias") == [2, 1]
+    assert undecayed(decay="all") == []
+    assert undecayed("0.*", decay="all") == [2]
     with pytest.raises(BadInput, match=r"no_decay has '1\.wieght', which no .* Did you mean '1\.weight'\?"):
         check_names(OptimizerConfig(no_decay=["*.bias", "1.wieght"]), [name for name, _ in model.named_parameters()])

@@ -34,13 +34,18 @@ class MuonConfig(Section):
 
 
 class OptimizerConfig(Named):
-    """A class of torch.optim or tz.optim by name. Vectors and scalars (norms, biases) are kept out of weight decay."""
+    """A class of torch.optim or tz.optim by name."""
 
     name: str = Field(
         "AdamW", description="class of torch.optim that is elementwise, or Muon, Lion or AdEMAMix of tz.optim"
     )
     lr: float = Field(3e-4, ge=0, description="learning rate at its peak")
-    weight_decay: float = Field(0.1, ge=0, description="for parameters of two or more dimensions")
-    no_decay: list[str] = Field(default=[], description="name globs that are also kept out of weight decay")
+    weight_decay: float = Field(0.1, ge=0, description="of the parameters that `decay` names")
+    decay: Literal["matrices", "all"] = Field(
+        "matrices",
+        description="what weight decay is for: `matrices`, parameters of two or more dimensions, so no norm or bias;"
+        " or `all`",
+    )
+    no_decay: list[str] = Field(default=[], description="name globs that are kept out of weight decay all the same")
     options: dict[str, Any] = Field(default={}, description="further arguments of the class; of Muon those of AdamW")
     muon: MuonConfig = MuonConfig()

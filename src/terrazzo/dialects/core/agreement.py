@@ -47,6 +47,12 @@ def has_no_effect(description: Description, path: str) -> bool:
     """Whether a setting says how something is done that is not done here: it has no effect."""
     if axis := _OF_AXIS.get(path):
         return description.value(f"mesh.{axis}") in (None, 1)
+    if path == "optimizer.decay":
+        return not description.value("optimizer.weight_decay")
+    if path == "schedule.warmup_lag":
+        return not any(description.value(f"schedule.warmup_{length}") for length in ("steps", "fraction"))
+    if path == "schedule.decay_lag":
+        return description.value("schedule.name") in (None, "constant")
     if path.startswith("prefetch."):
         return all(description.value(f"sharding.{state}") == "-" for state in ("weight", "between"))
     if not path.startswith("offload.") or path in TIER_PATHS:

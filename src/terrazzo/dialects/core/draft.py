@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.dialects.core.agreement import has_no_effect
+from terrazzo.dialects.core.agreement import has_no_effect, same_value
 from terrazzo.dialects.core.description import Description, Setting, as_text, asks_for_nothing
 from terrazzo.dialects.core.dialect import Writing
 from terrazzo.dialects.core.key_verdict import KeyVerdict, VerdictKind, worst
@@ -82,6 +82,14 @@ class Draft:
     def implied(self, paths: str | Iterable[str], why: str = "", key: str = "") -> None:
         """The target does so without a key, or by `key`, already written."""
         self._mark(paths, "applied", key, why)
+
+    def does(self, path: str, value: Any) -> None:
+        """The target has no key for it, and does it in a way of its own, which may be what is asked for."""
+        asked = self.description[path].value
+        if has_no_effect(self.description, path) or same_value(path, asked, value):
+            self.implied(path)
+        else:
+            self.lossy(path, f"{self.library} has {as_text(value)} for {path}, not {as_text(asked)}")
 
     def lossy(self, paths: str | Iterable[str], why: str, key: str = "") -> None:
         self._mark(paths, "lossy", key, why)

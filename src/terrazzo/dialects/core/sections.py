@@ -162,6 +162,7 @@ class OptimizerSection:
     betas: Annotated[Setting[tuple[float, float] | None], "Adam: decay of the two moments"] = UNSET
     eps: Annotated[Setting[float | None], "Adam: term added to the denominator"] = UNSET
     weight_decay: Annotated[Setting[float | None], "weight decay"] = UNSET
+    decay: Annotated[Setting[str], "what it is for: matrices (no norms and biases), or all parameters"] = UNSET
     options: Annotated[Setting[Mapping[str, Any]], "further arguments of the class"] = UNSET
 
 
@@ -175,6 +176,10 @@ class ScheduleSection:
     total_steps: Annotated[Setting[int | None], "optimizer steps of the run"] = UNSET
     decay_steps: Annotated[Setting[int | None], "wsd: length of the final decay"] = UNSET
     final_fraction: Annotated[Setting[float | None], "share of the peak that is left at the last step"] = UNSET
+    warmup_lag: Annotated[
+        Setting[int], "steps that warm-up is behind: step s, from 0, has s + 1 less so many of its parts of the peak"
+    ] = UNSET
+    decay_lag: Annotated[Setting[int], "steps behind the last one at which the rate would be at its lowest"] = UNSET
     options: Annotated[Setting[Mapping[str, Any]], "further arguments of the schedule"] = UNSET
 
 
@@ -254,7 +259,7 @@ OFF: dict[str, Any] = {
     **dict.fromkeys(("precision.autocast", "training.compile", "activation_checkpointing.offload"), False),
     **dict.fromkeys(("offload.digest", "loading.low_memory", "loading.broadcast", "saving.background"), False),
     **dict.fromkeys(("activation_checkpointing.mode", "saving.export"), "none"),
-    **dict.fromkeys(("schedule.warmup_steps", "schedule.warmup_fraction"), 0),
+    **dict.fromkeys((f"schedule.{name}" for name in ("warmup_steps", "warmup_fraction", "warmup_lag", "decay_lag")), 0),
     "precision.rounding": "nearest",
     "precision.gather": "compute",
     "precision.quantized_reduce": "none",

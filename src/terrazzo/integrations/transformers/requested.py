@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from terrazzo.dialects.core.agreement import agree_on
-from terrazzo.dialects.core.description import PATHS, Description
+from terrazzo.dialects.core.description import MEANING, PATHS, Description
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.formats.accelerate.launch_environment import SWITCHES, dynamo_section, launched_document
 from terrazzo.dialects.registry import dialect
@@ -21,6 +21,7 @@ from terrazzo.engine import DTYPE_NAMES
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.engine_setup import EngineSetup, trained_dtype
+from terrazzo.integrations.shared.first_rank import warn_once
 from terrazzo.integrations.shared.from_description import setup_for
 from terrazzo.integrations.shared.honour import check_compiler, honour
 
@@ -31,6 +32,8 @@ _OURS += ("torch_compile_backend", "torch_compile_mode", "gradient_accumulation_
 """Fields of TrainingArguments that Terrazzo honours in place of Accelerate. The Trainer itself does the others."""
 _THEIRS = ("optimizer.", "schedule.", "training.clip")
 """Settings that a DeepSpeed document may have, too, and the Trainer carries out."""
+_BY_CLASS = ("optimizer.decay", "schedule.warmup_lag", "schedule.decay_lag")
+"""Those of them that no key says: the classes that run decide them."""
 
 
 def requested_setup(
@@ -95,11 +98,18 @@ def _check_deepspeed(document: Mapping[str, Any], context: ReadingContext) -> No
     both = read_document(dialect("trainer"), document, context).description
     own = read_document(dialect("trainer"), {**document, "deepspeed": None}, context).description
     differing = [path for path in PATHS if path.startswith(_THEIRS) and not agree_on(path, both, own)]
-    if differing:
-        told = "; ".join(
-            f"{both[path].key or path} is {both.value(path)!r}, not {own.value(path)!r}" for path in differing
+    told = [
+        f"{both[path].key or path} is {both.value(path)!r}, not {own.value(path)!r}"
+        for path in differing
+        if path not in _BY_CLASS
+    ]
+    if told:
+        raise BadInput(f'The DeepSpeed document contradicts TrainingArguments: {"; ".join(told)}. Say "auto" there.')
+    for path in differing:
+        warn_once(
+            f"{both[path].key}: the Trainer's own optimizer and schedule run, of which {path} ({MEANING[path]}) is"
+            f" {own.value(path)}; DeepSpeed's have {both.value(path)}."
         )
-        raise BadInput(f'The DeepSpeed document contradicts TrainingArguments: {told}. Say "auto" there.')
 
 
 def check(args: transformers.TrainingArguments, model: nn.Module) -> torch.dtype:

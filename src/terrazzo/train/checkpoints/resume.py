@@ -133,7 +133,7 @@ def seeded_anew(saved: tuple[int, int], here: tuple[int, int]) -> str:
 
 def is_restored(key: str) -> bool:
     """Whether a setting is restored with the optimizer's state; which parameters it applies to is decided at start."""
-    at_start = ("optimizer.no_decay", "optimizer.muon.matrices", "optimizer.muon.others")
+    at_start = ("optimizer.decay", "optimizer.no_decay", "optimizer.muon.matrices", "optimizer.muon.others")
     return key.startswith("optimizer.") and not key.startswith(at_start)
 
 

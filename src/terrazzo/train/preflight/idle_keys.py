@@ -176,7 +176,7 @@ _RULES = (
         "remove data.validation_source",
     ),
     _Rule(
-        "optimizer.weight_decay optimizer.no_decay",
+        "optimizer.weight_decay optimizer.decay optimizer.no_decay",
         _without_decay,
         "the optimizer.name is of one that has no weight decay",
         "choose another, such as optimizer.name=AdamW",
@@ -188,7 +188,7 @@ _RULES = (
         "set optimizer.name=Muon",
     ),
     _Rule(
-        "optimizer.no_decay",
+        "optimizer.decay optimizer.no_decay",
         lambda config: not (config.optimizer.weight_decay or config.optimizer.muon.weight_decay),
         "optimizer.weight_decay is 0",
         "set optimizer.weight_decay",

@@ -121,8 +121,8 @@ def _other_kind(parameter: inspect.Parameter, value: Any) -> str | None:
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer over `model`'s trainable parameters, in a group with and a group without weight decay.
 
-    Parameters with fewer than two dimensions (norms, biases) and those named by `no_decay` are not decayed. Matrices
-    that are updated whole are in two such groups of their own, before the others.
+    Parameters with fewer than two dimensions (norms, biases), unless `decay` is "all", and those named by `no_decay`
+    are not decayed. Matrices that are updated whole are in two such groups of their own, before the others.
 
     Raises:
         BadInput: settings that the optimizer refuses.
@@ -151,7 +151,8 @@ def _groups(
     config: OptimizerConfig, named: Sequence[tuple[str, nn.Parameter]], weight_decay: float
 ) -> list[dict[str, Any]]:
     def decays(name: str, parameter: nn.Parameter) -> bool:
-        return parameter.ndim >= 2 and not matches_any(name, config.no_decay)
+        named = config.decay == "all" or parameter.ndim >= 2
+        return named and not matches_any(name, config.no_decay)
 
     groups: list[dict[str, Any]] = [
         {"params": [p for n, p in named if decays(n, p)], "weight_decay": weight_decay},

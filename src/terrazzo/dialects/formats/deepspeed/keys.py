@@ -16,6 +16,7 @@ from terrazzo.dialects.formats.deepspeed.versions import REMOVED
 __all__ = [
     "ALIASES",
     "BUILT_IN",
+    "DECAY_LAGS",
     "DTYPE_WORDS",
     "INTERVAL",
     "KEYS",
@@ -28,6 +29,7 @@ __all__ = [
     "SECTIONS",
     "STRICT",
     "TABLE",
+    "WARMUP_LAG",
     "argument_default",
 ]
 
@@ -107,3 +109,7 @@ INTERVAL = "pipeline.activation_checkpoint_interval"
 
 NEUTRAL = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 """The neutral name of a schedule of DeepSpeed's; others keep their own."""
+WARMUP_LAG = 2
+"""Steps with the rate of warm-up's start: a schedule counts from -1, and is stepped behind the optimizer."""
+DECAY_LAGS = {"WarmupDecayLR": 2, "WarmupCosineLR": 1}
+"""Steps behind the last one at which the rate is at its lowest; the cosine looks one ahead."""

@@ -7,8 +7,9 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.keys import integer, number
+from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
-from terrazzo.dialects.formats.deepspeed.keys import NEUTRAL, SCHEDULER_PARAMS
+from terrazzo.dialects.formats.deepspeed.keys import DECAY_LAGS, NEUTRAL, SCHEDULER_PARAMS, WARMUP_LAG
 from terrazzo.dialects.formats.deepspeed.versions import STRICT_WARMUP
 from terrazzo.messages import did_you_mean
 
@@ -30,6 +31,7 @@ def read_schedule(reader: DeepSpeedReader) -> SettingsByPath:
     settings: SettingsByPath = {"schedule.name": Setting(NEUTRAL.get(name.value, name.value), "file", name.key)}
     if name.value in NEUTRAL:
         settings |= _warm_up(reader, SCHEDULER_PARAMS[name.value]) | _end(reader, name.value)
+        settings |= _lags(settings["schedule.warmup_steps"], name)
     return settings | _options(reader, name)
 
 
@@ -44,6 +46,13 @@ def _warm_up(reader: DeepSpeedReader, usual: Mapping[str, Any]) -> SettingsByPat
         reader.mark(key, "lossy", "DeepSpeed warms up over 2 steps at least")
         return {"schedule.warmup_steps": Setting(2, "derived", key)}
     return {"schedule.warmup_steps": steps}
+
+
+def _lags(warm_up: Setting[Any], name: Setting[str]) -> SettingsByPath:
+    return {
+        "schedule.warmup_lag": derived(WARMUP_LAG, warm_up if warm_up.key else name),
+        "schedule.decay_lag": derived(DECAY_LAGS.get(name.value, 0), name),
+    }
 
 
 def _end(reader: DeepSpeedReader, name: str) -> SettingsByPath:

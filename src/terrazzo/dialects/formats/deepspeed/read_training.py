@@ -79,6 +79,8 @@ def read_optimizer(reader: DeepSpeedReader) -> SettingsByPath:
         return {}
     built_in = str(name.value).lower() in BUILT_IN or known.value != name.value
     settings: SettingsByPath = {"optimizer.name": known, **_numbers(reader, str(known.value), built_in)}
+    decay = settings.get("optimizer.weight_decay", known)
+    settings["optimizer.decay"] = derived("all", decay)  # one group of all that the code passes
     matrices = _of_matrices(reader, settings) if known.value == "Muon" else {}
     options = _options(reader, str(known.value), built_in)
     options = Setting({**options.value, **matrices}, options.origin, options.key)

@@ -7,7 +7,15 @@ from typing import Any
 
 from terrazzo.dialects.core.description import asks_for_nothing
 from terrazzo.dialects.formats.deepspeed.deepspeed_draft import DeepSpeedDraft
-from terrazzo.dialects.formats.deepspeed.keys import BUILT_IN, INTERVAL, NEUTRAL, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from terrazzo.dialects.formats.deepspeed.keys import (
+    BUILT_IN,
+    DECAY_LAGS,
+    INTERVAL,
+    NEUTRAL,
+    OPTIMIZER_PARAMS,
+    SCHEDULER_PARAMS,
+    WARMUP_LAG,
+)
 from terrazzo.dialects.formats.shared.deepspeed_words import BY_PARAMETER
 from terrazzo.documents.dotted_keys import join
 
@@ -58,6 +66,7 @@ def write_optimizer(draft: DeepSpeedDraft) -> None:
     built_in = name in _TYPES
     for path in ("lr", "betas", "eps", "weight_decay"):
         draft.copy(f"optimizer.{path}", f"{_PARAMS}.{path}")
+    draft.does("optimizer.decay", "all")
     _options(draft, name, built_in)
 
 
@@ -126,6 +135,7 @@ def _warm_up(draft: DeepSpeedDraft) -> int:
 
 def _arguments(draft: DeepSpeedDraft, kind: str, warm_up: int) -> None:
     known = SCHEDULER_PARAMS[kind]
+    draft.does("schedule.decay_lag", DECAY_LAGS.get(kind, 0))
     if "warmup_num_steps" in known:
         _warm(draft, warm_up)
     if "total_num_steps" in known:
@@ -141,9 +151,10 @@ def _arguments(draft: DeepSpeedDraft, kind: str, warm_up: int) -> None:
 
 def _warm(draft: DeepSpeedDraft, steps: int) -> None:
     """Write the warm-up, which takes 2 steps at least."""
-    key, path = f"{_SCHEDULE}.warmup_num_steps", "schedule.warmup_steps"
+    key, path, lag = f"{_SCHEDULE}.warmup_num_steps", "schedule.warmup_steps", "schedule.warmup_lag"
+    draft.does(lag, WARMUP_LAG)
     if steps < 2:
-        draft.put(path, key, 1, "DeepSpeed warms up over 2 steps at least", "lossy")
+        draft.put((path, lag), key, 1, "DeepSpeed warms up over 2 steps at least", "lossy")
     else:
         draft.put(path, key, steps)
     if "warmup_type" not in draft.value("schedule.options", {}):

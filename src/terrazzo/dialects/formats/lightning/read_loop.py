@@ -72,6 +72,8 @@ def _optimizer(reader: Reader) -> SettingsByPath:
     settings: SettingsByPath = {"optimizer.name": Setting(named, "file", key)}
     for argument in ("lr", "eps", "weight_decay"):
         settings |= only_from_file({f"optimizer.{argument}": reader.take_as(f"{section}.{argument}", number())})
+    decay = settings.get("optimizer.weight_decay", settings["optimizer.name"])
+    settings["optimizer.decay"] = derived("all", decay)
     betas = reader.raw(f"{section}.betas")
     pair = isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2
     if pair and all(isinstance(beta, int | float) for beta in betas):

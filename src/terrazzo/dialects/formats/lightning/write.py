@@ -94,6 +94,7 @@ def _optimizer(draft: Draft) -> None:
         draft.refuse("optimizer.name", f"{fault}: return your own from configure_optimizers")
         return
     draft.put("optimizer.name", "optimizer.class_path", f"torch.optim.{name}")
+    draft.does("optimizer.decay", "all")
     known = inspect.signature(kind).parameters
     for path in paths:
         field = path.partition(".")[2]

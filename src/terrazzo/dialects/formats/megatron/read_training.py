@@ -41,6 +41,7 @@ def _optimizer(reader: Reader) -> SettingsByPath:
     settings: SettingsByPath = {
         "optimizer.name": Setting(name, word.origin, word.key),
         "optimizer.weight_decay": reader.take("weight-decay"),
+        "optimizer.decay": Setting("matrices", "default"),
         **only_from_file({"optimizer.lr": reader.take("lr")}),
     }
     settings |= _betas_and_eps(reader, OWNER_OF_BETAS.get(name, ""))
@@ -113,7 +114,9 @@ def _schedule(reader: Reader, whole: Setting[Any]) -> SettingsByPath:
         reader.keep(
             decay.key.partition(", ")[0], "as long as the run" if ends else why, loss="harmless" if ends else "lossy"
         )
-    return settings | _warmup(reader, whole, decay)
+    settings |= _warmup(reader, whole, decay)
+    warmup = settings.get("schedule.warmup_fraction") or settings["schedule.warmup_steps"]
+    return settings | {"schedule.warmup_lag": derived(1, warmup), "schedule.decay_lag": derived(1, name)}
 
 
 def _steps(reader: Reader, whole: Setting[Any], key: str, in_samples: str) -> Setting[Any]:

@@ -57,6 +57,7 @@ def _optimizer(draft: Draft) -> None:
         draft.implied("optimizer.name")
     draft.option("optimizer.lr", "lr")
     draft.option("optimizer.weight_decay", "weight-decay")
+    draft.does("optimizer.decay", "matrices")
     owner = OWNER_OF_BETAS.get(name or "AdamW")
     if owner is not None:
         _betas(draft, owner)
@@ -116,6 +117,8 @@ def _schedule(draft: Draft) -> None:
     elif name is not None:
         draft.option("schedule.name", "lr-decay-style")
     _lowest(draft, name)
+    draft.does("schedule.warmup_lag", 1)
+    draft.does("schedule.decay_lag", 1)
 
 
 def _final_decay(draft: Draft, steps: int | None) -> None:

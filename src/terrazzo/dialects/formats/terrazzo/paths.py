@@ -10,7 +10,7 @@ __all__ = ["KEY_OF", "PATH_OF", "WORDS"]
 _SAME = (
     "offload.step", "offload.threads", "offload.pin", "offload.direct", "offload.depth", "offload.digest",
     "batch.global_batch", "batch.micro_batch", "batch.sequence_length",
-    "optimizer.name", "optimizer.lr", "optimizer.weight_decay",
+    "optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.decay",
     "schedule.name", "schedule.warmup_steps", "schedule.final_fraction", "schedule.decay_steps",
 )  # fmt: skip
 PATH_OF: Mapping[str, str] = {

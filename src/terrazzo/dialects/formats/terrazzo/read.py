@@ -42,7 +42,7 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
     _settled_while_running(reader, settings)
     settings |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
     settings |= _sequences(reader, settings["mesh.cp"])
-    settings |= _final_decay(settings) | _options(reader, settings["optimizer.name"].value) | _ALWAYS
+    settings |= _lags(settings) | _final_decay(settings) | _options(reader, settings["optimizer.name"].value) | _ALWAYS
     _tiers_of_name(reader, settings)
     _keep_others(reader)
     return reader.finish("terrazzo", settings, KEYS, unknown="refuses it")
@@ -242,6 +242,14 @@ def _sequences(reader: _SchemaReader, ranks: Setting[Any]) -> SettingsByPath:
         return {"mesh.sp": Setting(1, "default")}
     mode = reader.take("parallel.context.mode")
     return {"mesh.cp": Setting(1, "derived"), "mesh.sp": derived(ranks.value, ranks, mode, origin="file")}
+
+
+def _lags(settings: Mapping[str, Setting[Any]]) -> SettingsByPath:
+    """The first step has a part of the peak, and the last one of the run the least."""
+    return {
+        "schedule.warmup_lag": derived(0, settings["schedule.warmup_steps"]),
+        "schedule.decay_lag": derived(0, settings["schedule.name"]),
+    }
 
 
 def _final_decay(settings: Mapping[str, Setting[Any]]) -> SettingsByPath:

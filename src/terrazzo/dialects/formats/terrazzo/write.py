@@ -10,6 +10,7 @@ from terrazzo.dialects.core.mesh import SAME_DATA_AXES, degrees, ranks_left
 from terrazzo.dialects.formats.terrazzo.optimizer_arguments import OPTIMIZERS, arguments
 from terrazzo.dialects.formats.terrazzo.terrazzo_draft import TerrazzoDraft
 from terrazzo.dialects.formats.terrazzo.write_precision import write_precision
+from terrazzo.messages import counted
 from terrazzo.words import CHECKPOINT_MODES
 
 __all__ = ["write"]
@@ -197,7 +198,7 @@ def _optimizer(draft: TerrazzoDraft) -> None:
         draft.refuse("optimizer.name", what)
     else:
         draft.carry("optimizer.name")
-    draft.carry("optimizer.lr", "optimizer.weight_decay")
+    draft.carry("optimizer.lr", "optimizer.weight_decay", "optimizer.decay")
     _options(draft, name or "AdamW")
 
 
@@ -242,9 +243,23 @@ def _schedule(draft: TerrazzoDraft) -> None:
     else:
         draft.carry("schedule.final_fraction")
     if options := draft.value("schedule.options"):
-        draft.lossy(
-            "schedule.options", f"Terrazzo's schedules warm up linearly from zero and know no {as_text(options)}"
-        )
+        draft.lossy("schedule.options", f"Terrazzo's schedules warm up along a line and know no {as_text(options)}")
+    _lags(draft)
+
+
+def _lags(draft: TerrazzoDraft) -> None:
+    """Where a step's rate is another's: here the first step of warm-up learns, and the last of a run is the lowest."""
+    warmup, decay = (draft.value(f"schedule.{name}_lag", 0) for name in ("warmup", "decay"))
+    draft.does("schedule.warmup_lag", 0)
+    draft.does("schedule.decay_lag", 0)
+    if warmup and not has_no_effect(draft.description, "schedule.warmup_lag"):
+        steps = draft.document.get("schedule", {}).get("warmup_steps")
+        part = f"1/{steps} of the peak" if steps else "a step's part of the peak"
+        why = f"the first step has {part} here; there the rate is zero for {counted(warmup, 'step')}"
+        draft.lossy("schedule.warmup_lag", why)
+    if decay and not has_no_effect(draft.description, "schedule.decay_lag"):
+        why = f"the rate is at its lowest at the last step here, and there {counted(decay, 'step')} behind it"
+        draft.lossy("schedule.decay_lag", why)
 
 
 def _warmup(draft: TerrazzoDraft) -> None:

@@ -189,7 +189,9 @@ def _optimizer(reader: Reader) -> SettingsByPath:
     if muon is not None and groups[-1] is not muon:
         values["name"] = "Muon"
         options |= _of_matrices(reader, muon.get("optimizer_kwargs"))
-    return {f"optimizer.{each}": Setting(value, "file", key) for each, value in {**values, "options": options}.items()}
+    settings = {f"optimizer.{each}": Setting(value, "file", key) for each, value in values.items()}
+    settings |= {"optimizer.options": Setting(options, "file", key), "optimizer.decay": Setting("all", "derived", key)}
+    return settings
 
 
 def _of_matrices(reader: Reader, arguments: Any) -> dict[str, Any]:
@@ -211,6 +213,8 @@ def _schedule(reader: Reader) -> SettingsByPath:
         "schedule.warmup_steps": reader.take("lr_scheduler.warmup_steps"),
         "schedule.final_fraction": reader.take("lr_scheduler.min_lr_factor"),
         "schedule.name": derived(kind.value, kind, origin=kind.origin),
+        "schedule.warmup_lag": Setting(0, "default"),
+        "schedule.decay_lag": derived(1, kind, ratio),
     }
     if ratio.value is None:
         return settings

@@ -184,9 +184,12 @@ def _optimizer(draft: Draft) -> None:
     options |= {each: value for each, value in draft.value("optimizer.options", {}).items() if each not in options}
     group = {"pattern": ".*", "optimizer_name": name, "optimizer_kwargs": options}
     draft.put(paths, "optimizer.param_groups", [group])
+    draft.does("optimizer.decay", "all")
 
 
 def _schedule(draft: Draft) -> None:
+    draft.does("schedule.warmup_lag", 0)
+    draft.does("schedule.decay_lag", 1)
     name, total, ratio = draft.value("schedule.name"), draft.value("schedule.total_steps"), "lr_scheduler.decay_ratio"
     if name in ("linear", "cosine", "sqrt"):
         draft.option("schedule.name", _DECAY_TYPE)

@@ -37,6 +37,7 @@ def _optimizer(reader: TrainerReader) -> SettingsByPath:
         "optimizer.name": name,
         "optimizer.lr": reader.take("learning_rate"),
         "optimizer.weight_decay": reader.take("weight_decay"),
+        "optimizer.decay": Setting("matrices", "default"),
     }
     if name.value in ("SGD", "Adagrad", "RMSprop"):
         for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
@@ -60,6 +61,10 @@ def _schedule(reader: TrainerReader) -> SettingsByPath:
     settings: SettingsByPath = {"schedule.name": reader.take("lr_scheduler_type"), **_length(reader)}
     options = _ScheduleOptions(reader.raw("lr_scheduler_kwargs"))
     settings |= _warmup(reader, word) | _shape(reader, word, options)
+    settings |= {
+        "schedule.warmup_lag": derived(1, reader.take("warmup_steps")),
+        "schedule.decay_lag": derived(1, settings["schedule.name"]),
+    }
     if (left := options.left()) is not None:
         reader.keep("lr_scheduler_kwargs", f"{left}further arguments of Hugging Face's schedule")
     else:

@@ -86,6 +86,7 @@ def _optimizer(draft: Draft) -> None:
     words = {name: word for word, name in reversed((EIGHT_BITS if narrow else OPTIMIZERS).items())}
     if name is None:
         return
+    draft.does("optimizer.decay", "matrices")
     if name in words:
         draft.put(path, "optim", words[name])
     elif name == "Adam" and not draft.value("optimizer.weight_decay"):
@@ -111,6 +112,8 @@ def _schedule(draft: Draft) -> None:
     name, final = draft.value("schedule.name"), draft.value("schedule.final_fraction", 0.0)
     paths = ("schedule.name", "schedule.final_fraction")
     kind, options = "lr_scheduler_type", "lr_scheduler_kwargs"
+    draft.does("schedule.warmup_lag", 1)
+    draft.does("schedule.decay_lag", 1)
     if name == "constant":
         warm = draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_fraction")
         draft.put(paths, kind, "constant_with_warmup" if warm else "constant")
