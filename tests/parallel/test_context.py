@@ -477,6 +477,59 @@ def test_a_cache_of_keys_is_refused() -> None:
     assert any("use_cache=False" in part for part in refused(2, with_cache))
 
 
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+def test_a_mask_of_other_queries_is_refused(mode: str) -> None:
+    """What it does not say would be outputs of zeros, or of queries that are not there."""
+
+    def with_mask(make) -> list[str]:
+        def attend(context: Context) -> object:
+            query = torch.ones(3, 2, 8, 4)
+            return context.attend(query, query, query, make(context))
+
+        return refused(2, attend, mode)
+
+    def of(tokens: int, batch: int = 3, of_mode: str = mode):
+        def make(context: Context):
+            positions = torch.arange(2 * tokens).expand(batch, -1) % 5
+            return Context(dist.group.WORLD, of_mode).mask(*context.split(positions), tokens)
+
+        return make
+
+    def unsplit(context: Context):
+        with context.unsplit():
+            return context.mask(None, 8)
+
+    for make in (of(4), of(16), of(8, batch=2), of(8, of_mode="gather" if mode == "ulysses" else "ulysses"), unsplit):
+        assert any(
+            "a mask that is not of its queries, which are 8 tokens each of 3" in part for part in with_mask(make)
+        )
+
+
+def test_heads_of_keys_that_do_not_divide_those_of_queries_are_refused() -> None:
+    def attend(context: Context) -> object:
+        query, key = torch.ones(1, 4, 4, 8), torch.ones(1, 3, 4, 8)
+        return context.attend(query, key, key, context.mask(context.positions(torch.ones(1, 8)), 4))
+
+    assert any("4 heads of queries, 3 of keys" in part for part in refused(2, attend))
+
+
+@pytest.mark.parametrize("queries", [0, 2])
+def test_parts_without_queries_or_keys_give_nothing(queries: int) -> None:
+    query, key = torch.ones(1, 2, queries, 8), torch.ones(1, 2, 2 - queries, 8)
+    part = attention_kernels.Part(query, key, key, "causal", 1.0)
+    found = attention_kernels.attend(part)
+    assert not found.out.any() and found.lse.isneginf().all()
+    assert [each.shape for each in attention_kernels.backward(part, query, found)] == [
+        query.shape,
+        key.shape,
+        key.shape,
+    ]
+    of_no_tokens = torch.ones(1, 2, 0, 8, requires_grad=True)
+    context = Context(None)
+    context.attend(of_no_tokens, of_no_tokens, of_no_tokens, context.mask(None, 0)).sum().backward()
+    assert of_no_tokens.grad.shape == of_no_tokens.shape
+
+
 def test_a_mesh_with_a_context_needs_one() -> None:
     def without(context: Context) -> object:
         return tz.parallelize(nn.Linear(2, 2), tz.mesh(cp=2), context=None)

@@ -17,7 +17,6 @@ from terrazzo.engine.comm.host.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.comm.transfer import Handle, Moves
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.parallel.context.attention_masks import AttentionMask
-from terrazzo.parallel.context.chunks import TokenRun
 from terrazzo.parallel.context.context import Context
 from terrazzo.parallel.exchanges import AxisRanks
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
@@ -50,8 +49,7 @@ class SimulatedContext(Context):
         prefix: Tensor | None = None,
     ) -> AttentionMask:
         """With documents or a prefix every tile has a mask, and none is left out but those behind the window."""
-        length = tokens * self.size
-        runs = [TokenRun(0, 0, length)] if self.mode == "ulysses" else self.chunks.runs(self.rank, length)
+        runs = self._places.runs(tokens, self.is_split)
         own_tokens = sum(run.length for run in runs)
         begins = None if positions is None or not self._documents else positions.new_zeros((len(positions), own_tokens))
         ends = None if prefix is None else prefix.new_zeros((len(prefix), own_tokens))

@@ -41,6 +41,11 @@ class Part(NamedTuple):
     seen: VisibleKeys
     scale: float
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute: torch's kernel for CPUs would divide by zero, and end the process."""
+        return 0 in self.query.shape[:3] or self.key.shape[2] == 0
+
     def by_key_head(self) -> list[Part]:
         """The queries of each key head one by one, so that keys are not repeated in memory."""
         return [self._replace(query=each) for each in self.grouped(self.query)]
@@ -67,6 +72,9 @@ class Result(NamedTuple):
 
 def attend(part: Part) -> Result:
     """`softmax(q k^T scale) v` over the keys of the part."""
+    if part.is_empty:
+        out = part.query.new_zeros((*part.query.shape[:-1], part.value.shape[-1]))
+        return Result(out, out.new_full(part.query.shape[:-1], -torch.inf, dtype=_wide(part.query)))
     if _is(part.seen, "anticausal"):
         return Result(*_reversed(*attend(part.reversed())))
     groups = [_attend(each) for each in part.by_key_head()]
@@ -82,6 +90,9 @@ def backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, ...]:
         grad: of the outputs.
         whole: over all keys that the queries see, each of which sees some.
     """
+    if part.is_empty:
+        wide = whole.lse.dtype
+        return torch.zeros_like(part.query), *(torch.zeros_like(each, dtype=wide) for each in (part.key, part.value))
     if _is(part.seen, "anticausal"):
         return _reversed(*backward(part.reversed(), grad.flip(2), Result(*_reversed(*whole))))
     groups = zip(part.by_key_head(), *map(part.grouped, (grad, *whole)), strict=True)
@@ -134,6 +145,11 @@ def _backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, 
     return _portable_backward(part, grad, whole)
 
 
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The dtype of its log-sum-exp: fp32, or fp64 where it is."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def _is(seen: VisibleKeys, kind: str) -> bool:
     return isinstance(seen, str) and seen == kind
 
@@ -170,7 +186,7 @@ def _without_blind(lse: Tensor, seen: VisibleKeys) -> Tensor:
 def _scores(part: Part, first: int) -> Tensor:
     """The scores of the `ROWS` queries from `first` on, in fp32 or fp64: minus infinity where nothing is seen."""
     query = part.query[:, :, first : first + ROWS]
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = _wide(query)
     scores = query.to(wide) @ part.key.to(wide).mT * part.scale
     if isinstance(part.seen, Tensor):
         return scores.masked_fill_(~part.seen[:, :, first : first + ROWS], -torch.inf)

@@ -93,6 +93,12 @@ class AttentionMask:
         bounds = tuple(BlockBounds(*pair) for pair in _extremes(host_begins, blocks))
         return cls(tuple(runs), begins, None, bounds, window, stride)
 
+    @property
+    def batch(self) -> int | None:
+        """Of how many sequences it is; None where it is the same for any."""
+        of_each = self.begins if self.prefix_ends is None else self.prefix_ends
+        return None if of_each is None else of_each.shape[0]
+
     def with_prefixes(self, prefix_ends: Tensor, host_ends: Tensor) -> AttentionMask:
         """The same, without a window, where a document's tokens before `prefix_ends` see each other.
 

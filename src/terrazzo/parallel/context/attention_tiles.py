@@ -23,17 +23,18 @@ class Outputs:
         wide = torch.promote_types(query.dtype, torch.float32)
         self._lse = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
         self._out: Tensor | None = None
+        self._width = query.shape[-1]
 
     def add(self, key: Tensor, value: Tensor, mask: AttentionMask, keys: Sequence[TokenRun]) -> None:
         """Take in keys and values, `[B, kv_heads, T, D]`, that are where `keys` says."""
+        self._width = value.shape[-1]
         for rows, columns, seen in mask.tiles(keys, self.query.device):
             part = Part(self.query[:, :, rows], key[:, :, columns], value[:, :, columns], seen, self.scale)
             self._merge(rows, *attention_kernels.attend(part))
 
     def _merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         if self._out is None:
-            shape = (*self.query.shape[:-1], out.shape[-1])
-            self._out = torch.zeros(shape, dtype=self._lse.dtype, device=out.device)
+            self._out = self._zeros()
         before, total = self._lse[:, :, rows], self._out[:, :, rows]
         both = torch.logaddexp(before, lse)
         # What sees nothing yet stays minus infinity, whose difference to itself is no number.
@@ -43,8 +44,11 @@ class Outputs:
 
     def take(self) -> Result:
         """What has come of it."""
-        assert self._out is not None
-        return Result(self._out.to(self.query.dtype), self._lse)
+        out = self._zeros() if self._out is None else self._out
+        return Result(out.to(self.query.dtype), self._lse)
+
+    def _zeros(self) -> Tensor:
+        return self._lse.new_zeros((*self.query.shape[:-1], self._width))
 
 
 class TileGradients:

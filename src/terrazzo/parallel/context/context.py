@@ -215,22 +215,19 @@ class Context:
             query: `[B, heads, tokens, head_dim]`, this rank's tokens.
             key: `[B, kv_heads, tokens, head_dim]`, of the same tokens; neighbouring query heads share one.
             value: likewise.
-            mask: what `self.mask` gave for these tokens.
+            mask: what `self.mask` gave for as many tokens.
             scale: of the scores; by default `1 / sqrt(head_dim)`.
             layer: which of the model's attentions it is: ranks that are at different ones raise. Give each its own.
 
         Raises:
-            BadInput: under `ulysses`, where the ranks do not divide the heads.
-            Misuse: keys of other tokens than the queries, as a cache has them; in backward, where a gradient is taken
-                with `create_graph=True`.
+            BadInput: query heads that are not as many for each key head; under `ulysses`, where the ranks do not divide
+                the heads.
+            Misuse: keys of other tokens than the queries, as a cache has them; a mask of other tokens, or of another
+                mode; in backward, where a gradient is taken with `create_graph=True`.
             RanksApart: on every rank, the first time, where `split` was given other sequences on some; where ranks are
                 at different layers.
         """
-        if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2]:
-            raise Misuse(
-                f"Context-parallel attention was given {query.shape[2]} queries and {key.shape[2]} keys: it takes both"
-                " of the same tokens. Turn the model's key-value cache off (use_cache=False)."
-            )
+        self._check_heads_and_tokens(query, key, value, mask)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         tokens = query.shape[2]
         if torch.compiler.is_compiling():  # bounds would be compiled anew for each batch
@@ -258,6 +255,25 @@ class Context:
             BadInput: there.
         """
         check_window(self.mode, window)
+
+    def _check_heads_and_tokens(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> None:
+        if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2]:
+            raise Misuse(
+                f"Context-parallel attention was given {query.shape[2]} queries and {key.shape[2]} keys: it takes both"
+                " of the same tokens. Turn the model's key-value cache off (use_cache=False)."
+            )
+        if key.shape[1] != value.shape[1] or query.shape[1] % max(key.shape[1], 1):
+            raise BadInput(
+                f"Attention was given {query.shape[1]} heads of queries, {key.shape[1]} of keys and {value.shape[1]} of"
+                " values: give as many of values as of keys, which divide those of queries."
+            )
+        batch, tokens = query.shape[0], query.shape[2]
+        if mask.runs != tuple(self._places.runs(tokens, self.is_split)) or mask.batch not in (None, 1, batch):
+            raise Misuse(
+                f"Attention was given a mask that is not of its queries, which are {tokens} tokens each of {batch}"
+                " sequences: make it by this context's mask(positions, tokens), of the positions and the number of"
+                " these tokens, where they are split and where they are whole."
+            )
 
     def _check_parts(self, positions: Tensor | None, tokens: int, window: int | None) -> None:
         if positions is None:

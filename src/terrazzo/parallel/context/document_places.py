@@ -110,13 +110,20 @@ class DocumentPlaces:
         """The forward has ended."""
         self._forward = None
 
+    def runs(self, tokens: int, is_split: bool) -> list[TokenRun]:
+        """Where the tokens are whose attention this rank computes, of sequences of which it has `tokens`."""
+        if not is_split:
+            return [TokenRun(0, 0, tokens)]
+        length = tokens * self._ranks.size
+        return [TokenRun(0, 0, length)] if self._gathers else self._chunks.runs(self._ranks.rank, length)
+
     def of(self, positions: Tensor | None, prefix: Tensor | None, tokens: int, is_split: bool) -> Documents:
         """The documents of `tokens` of each sequence, of one document without positions.
 
         Under `ulysses` it is collective where it reads something, which is once in a forward without a prefix.
         """
         if positions is None and prefix is None:
-            return Documents([TokenRun(0, 0, tokens)])
+            return Documents(self.runs(tokens, is_split))
         if positions is None or prefix is not None:
             return self._read(positions, prefix, tokens, is_split)
         known = self._documents.of(positions, self._forward)
@@ -130,17 +137,16 @@ class DocumentPlaces:
         return inside_backward() or known.forward is self._forward is not None
 
     def _read(self, positions: Tensor | None, prefix: Tensor | None, tokens: int, is_split: bool) -> Documents:
-        length = tokens * self._ranks.size if is_split else tokens
-        runs = self._chunks.runs(self._ranks.rank, length) if is_split else [TokenRun(0, 0, tokens)]
+        length, runs = tokens * self._ranks.size if is_split else tokens, self.runs(tokens, is_split)
         host_begins = self._known(self._placed_begins, positions, is_split)
         host_prefix = self._known(self._placed_prefix, prefix, is_split)
         if positions is None:
             assert prefix is not None, "one of them says something"
             begins, host_begins = torch.zeros_like(prefix), torch.zeros(prefix.shape, dtype=prefix.dtype)
         else:
-            begins = places_of(runs, positions.device) - positions
+            own = self._chunks.runs(self._ranks.rank, length) if is_split else runs
+            begins = places_of(own, positions.device) - positions
         if is_split and self._gathers:
-            runs = [TokenRun(0, 0, length)]
             begins, prefix = self._gathered(begins, prefix)
         host_begins = begins.cpu() if host_begins is None else host_begins
         check_begins(runs, host_begins)
