@@ -294,6 +294,7 @@ def test_a_rank_is_named_if_all_wait_for_it_again_and_again() -> None:
     rows = ([0.3, 0.0, 0.3], [0.0, 0.3, 0.3], [0.3, 0.3, 0.0])
     turns = of([record(step, late=row) for step, row in enumerate(rows)])
     assert (turns.bound, turns.rank, turns.seconds) == ("late_peer", None, pytest.approx(0.2))
+    assert "and no one rank is always the last" in str(turns)
 
 
 @pytest.mark.parametrize(("last", "ranks", "late"), [(5, 2, 1), (8, 4, 2)])
@@ -332,6 +333,7 @@ def test_a_late_rank_is_found_at_any_step_of_a_loop_of_ones_own(two_processes: P
     found = of(steps_of(lines_of(tmp_path / "metrics.jsonl")))
     assert found.bound == "late_peer"
     assert found.seconds > 0.12
+    assert "and which rank is the last is not recorded" in str(found)
     (first, other) = two_processes.run(asked_in_the_loop, str(tmp_path / "asked"))
     assert "bounds the step" in first
     assert other == "None"

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from terrazzo import cli
 from terrazzo.engine.runtime.system import boot_id
 from terrazzo.errors import BadInput
-from terrazzo.telemetry import FlightRecorder, LiveRanks, has_ended, rows_of, screen_of
+from terrazzo.telemetry import FlightRecorder, LiveRanks, has_ended, lines_of, rows_of, screen_of
 from terrazzo.telemetry.log.records import GrowingLines
 from terrazzo.telemetry.steps.metrics import StepMetrics
 from tests.telemetry.test_verdict import record, settings, write_run
@@ -210,6 +210,14 @@ def test_lines_are_parsed_once_and_anew_only_in_another_file(tmp_path: Path) -> 
     (tmp_path / "beside").write_text(texts[3] + texts[4])
     (tmp_path / "beside").replace(path)
     assert growing.read() == LINES[3:]
+
+
+def test_lines_that_no_run_writes_are_left_out(tmp_path: Path) -> None:
+    whole = record(10)
+    others = [whole | other for other in ({"step_s": math.nan}, {"step_s": "x"}, {"steps": None}, {"step": "x"})]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*others, {"step": 3}, whole]))
+    assert lines_of(path) == [whole]
 
 
 def test_a_part_of_the_rows_has_the_columns_of_all() -> None:

@@ -78,7 +78,7 @@ BOUNDS: dict[str, BoundRow] = {
     "late_peer": BoundRow(
         "late",
         "waiting for late ranks",
-        "is waiting while not all are there, and no one rank is always the last",
+        "is waiting while not all are there",
         "Cores of its own for each rank, and batches of equal length, would help",
         "Batches of equal length, and cores of its own for each rank (OMP_NUM_THREADS, numactl),",
         "#cf3f3f",

@@ -193,7 +193,7 @@ def _exposed(record: StepRecord, key: str) -> float:
 def _late(records: Sequence[StepRecord]) -> _Cause:
     """The waits for late ranks: for the one rank that all others wait for, if there is one; else the mean of all."""
     tables = [_late_of_ranks(record) for record in records]
-    if min(map(len, tables)) < 2:  # written by `attach`: rank 0 alone has measured
+    if not _compares_ranks(records):
         return _of(records, "late_peer", "cause_s", "late_peer")
     ranks = [mean_over_steps(records, column) for column in zip(*tables, strict=True)]
     last = ranks.index(min(ranks))
@@ -204,6 +204,11 @@ def _late(records: Sequence[StepRecord]) -> _Cause:
         return _Cause("late_rank", mean_over_steps(records, each), each, rank=last)
     each = [sum(row) / len(row) for row in tables]
     return _Cause("late_peer", mean_over_steps(records, each), each)
+
+
+def _compares_ranks(records: Sequence[StepRecord]) -> bool:
+    """Whether all ranks have told how long they wait; where `attach` has written, rank 0 alone has measured."""
+    return min(len(_late_of_ranks(record)) for record in records) > 1
 
 
 def _late_of_ranks(record: StepRecord) -> list[float]:
@@ -268,6 +273,11 @@ def _evidence(cause: _Cause, records: Sequence[StepRecord], step_s: float, uneve
     words = BOUNDS[cause.name].evidence
     if cause.name == "late_rank":
         return words + _why(records, cause.rank or 0)
+    if cause.name == "late_peer":
+        last = (
+            "no one rank is always the last" if _compares_ranks(records) else "which rank is the last is not recorded"
+        )
+        return f"{words}, and {last}"
     if cause.name == "compute":
         return f"{words}, and {_beside(uneven, step_s)}"
     return words

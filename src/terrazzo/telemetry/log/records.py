@@ -51,7 +51,9 @@ def run_lines(run: Path) -> list[dict[str, Any]]:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The file's lines, without incomplete ones, which a run leaves that is killed or writing."""
+    """The file's lines, without incomplete ones, which a run leaves that is killed or writing, and without others that
+    no run writes.
+    """
     return _parsed(path.read_bytes())
 
 
@@ -59,12 +61,24 @@ def _parsed(content: bytes) -> list[dict[str, Any]]:
     lines = []
     for line in content.splitlines():
         try:
-            values = json.loads(line)
+            values = json.loads(line, parse_constant=_refuse)
         except ValueError:
             continue
-        if isinstance(values, dict) and "kind" in values and "step" in values:
+        if isinstance(values, dict) and _is_whole(values):
             lines.append(values)
     return lines
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _is_whole(values: Mapping[str, Any]) -> bool:
+    """Whether a line has what all lines have, and a step record numbers where its time is, as readers count on."""
+    if not isinstance(values.get("kind"), str) or type(values.get("step")) is not int:
+        return False
+    numbers = (values.get("steps", 0), values.get("step_s", 0.0)) if values["kind"] == "step" else ()
+    return all(type(number) in (int, float) for number in numbers)
 
 
 class GrowingLines:
