@@ -70,10 +70,12 @@ class Reading(Between):
         return F.linear(x, self.layers[0].weight)
 
 
-def sharded(model: nn.Module, pipeline: tz.Pipeline | None = None, precision: str = "fp32", **mesh: int):
+def sharded(
+    model: nn.Module, pipeline: tz.Pipeline | None = None, precision: str = "fp32", plan: str = "zero3", **mesh: int
+):
     mesh = tz.mesh(**{"pp": 2, **mesh}, device="cpu")
     tz.parallelize(model, mesh, pipeline=pipeline or tz.Pipeline())
-    return tz.shard(model, lambda p: torch.optim.SGD(p, lr=0.1), "zero3", mesh=mesh, precision=precision)
+    return tz.shard(model, lambda p: torch.optim.SGD(p, lr=0.1), plan, mesh=mesh, precision=precision)
 
 
 def told_by(world: int, body) -> str:
@@ -451,6 +453,33 @@ def test_losses_in_fp64_stay_so_and_a_frozen_auxiliary_loss_is_not_trained(pp: i
     for loss in run_in_threads(2, body):
         assert loss.dtype == torch.float64
         torch.testing.assert_close(loss, expected, rtol=1e-15, atol=0)  # of fp32 activations with the same bits
+
+
+def squares(module: nn.Module) -> Tensor:
+    return 0.1 * sum(parameter.pow(2).sum() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_a_penalty_on_weights_is_one_on_those_of_every_stage(plan: str) -> None:
+    """In loss_fn it would be one on those of the last."""
+    batches = [(torch.full((2, 4), float(n)), torch.ones(2, 4)) for n in range(3)]
+    base = layers()
+    plain = copy.deepcopy(base)
+    for inputs, targets in batches:
+        (F.mse_loss(plain(inputs), targets) + squares(plain)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(copy.deepcopy(base), plan=plan)
+        with pytest.raises(tz.Misuse, match=r"'\d.\w+' .pow. outside of the model's forward. loss_fn.*auxiliary="):
+            tz.step(model, batches, lambda output, targets: F.mse_loss(output, targets) + squares(model))
+        optimizer.zero_grad()
+        tz.step(model, batches, F.mse_loss, auxiliary=squares)
+        optimizer.step()
+        for name, each in tz.full_state_dict(model, keep=True).items():
+            torch.testing.assert_close(each, plain.state_dict()[name])
+
+    run_in_threads(2, body)
 
 
 @pytest.mark.parametrize("attaches", [False, True])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of, record_of
-from terrazzo.parallel import Colwise, VocabularyLoss
+from terrazzo.parallel import Colwise, Embedding, VocabularyLoss
 from terrazzo.parallel.tensor.styles import Enter, Logits, Rowwise, Style
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import run_in_threads
@@ -303,11 +303,51 @@ def test_a_row_whose_forward_would_not_be_summed_is_refused(layer, match: str) -
     refused(net, match, tensor=PLAN)
 
 
+class Normalized(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight / self.weight.norm(), self.bias)
+
+
+class Turned(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward((tokens + 2) % self.num_embeddings)
+
+
+class Stretched(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "match"),
+    [
+        ("head", lambda: Normalized(8, 13), "'head' is a Normalized, and the style colwise.*own row.*Colwise.own_f"),
+        ("head", lambda: replaced(nn.Linear(8, 13)), "whose forward has been replaced, and the style colwise"),
+        ("table", lambda: Turned(13, 8), "'table' is a Turned, and the style embedding.*Embedding.own_forward=True"),
+    ],
+)
+def test_a_forward_of_its_own_is_not_run_with_a_part_unasked(name: str, make, match: str) -> None:
+    net = Net()
+    setattr(net, name, make())
+    refused(net, match, tensor=PLAN)
+
+
+def test_a_forward_of_its_own_is_run_with_a_part_where_the_plan_says_that_it_may() -> None:
+    net = seeded(Net)
+    net.table, net.head = Stretched(13, 8), Halved(8, 13)
+    styles = {"table": Embedding(own_forward=True), "head": Colwise(gathered=True, own_forward=True)}
+    check(net, TOKENS[:1], lm_loss, 2, tensor=PLAN | styles)
+
+
 @pytest.mark.parametrize("layer", [lambda: replaced(nn.Linear(8, 24)), lambda: Halved(8, 24)])
 def test_a_forward_that_would_be_lost_with_fewer_heads_than_ranks_is_refused(layer) -> None:
     net = Net()
     net.layers[1].inner.both = layer()
-    refused(net, "has 1 heads, fewer than tp 2, and its forward", tensor={**PLAN, "layers.*.inner.both": Colwise(1)})
+    refused(
+        net,
+        "has 1 heads, fewer than tp 2, and its forward",
+        tensor={**PLAN, "layers.*.inner.both": Colwise(1, own_forward=True)},
+    )
 
 
 class Code(nn.Module):

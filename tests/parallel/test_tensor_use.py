@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
+import functools
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import terrazzo as tz
 from terrazzo.engine import OptimizerStates, engine_of
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import run_in_threads
-from tests.parallel.test_tensor_models import NO_SEQUENCE, PLAN, TOKENS, Net, lm_loss, refused, seeded
+from tests.parallel.test_tensor_models import NO_SEQUENCE, PLAN, TOKENS, Net, check, lm_loss, refused, seeded
 
 
 def adamw(parameters):
@@ -355,6 +357,77 @@ def test_a_forward_that_takes_a_part_for_the_whole_is_refused(way: str, match: s
 
     for found in run_in_threads(2, body):
         assert torch.allclose(found, base(torch.ones(2, 3, 8)), atol=1e-6)
+
+
+def squares(model: nn.Module, glob: str) -> Tensor:
+    return sum(p.pow(2).sum() for name, p in model.named_parameters() if fnmatch.fnmatchcase(name, glob))
+
+
+def penalized(model: nn.Module, tokens: Tensor, glob: str) -> Tensor:
+    return lm_loss(model, tokens) + 0.5 * squares(model, glob)
+
+
+@pytest.mark.parametrize(
+    ("glob", "match"),
+    [("*norm.weight", "with 'layers.1.norm.weight' .pow. outside"), ("*.down.weight", "'layers.1.inner.down.weight'")],
+)
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_a_loss_with_weights_of_which_ranks_have_parts_is_refused(glob: str, match: str, plan: str) -> None:
+    """A part would be penalized for the whole, or a norm once for each rank; the next loss is as in one process."""
+    base = seeded(Net)
+    plain, _ = trained(base, 2)
+
+    def body(rank):
+        model, optimizer = sharded(base, plan=plan, tensor=PLAN)
+        step(model, optimizer, TOKENS[0])
+        loss = penalized(model, TOKENS[0], glob)
+        with pytest.raises(tz.Misuse, match=match):
+            loss.backward()
+        optimizer.zero_grad()
+        assert type(copy.deepcopy(model.layers[0].norm.weight))(torch.ones(1)).pow(2).item() == 1
+        loss = lm_loss(model, TOKENS[0])
+        assert model.layers[0].norm.weight.norm() > 0  # which nothing is computed from
+        loss.backward()
+        optimizer.step()
+        return model.state_dict()
+
+    for found in run_in_threads(2, body):
+        close(found, plain.state_dict())
+
+
+def test_a_loss_with_weights_that_ranks_have_whole_is_that_of_one_process() -> None:
+    base = seeded(Net)
+    loss_of = functools.partial(penalized, glob="layers*")
+    plain = copy.deepcopy(base)
+    step(plain, adamw(plain.parameters()), TOKENS[0], loss_of)
+
+    def body(rank):
+        model, optimizer = sharded(base, plan="zero1", tensor={"head": "colwise_gather_output"})
+        step(model, optimizer, TOKENS[0], loss_of)
+        return model.state_dict()
+
+    for found in run_in_threads(2, body):
+        close(found, plain.state_dict())
+
+
+class Regularized(Net):
+    """Penalizes a norm inside of its forward, behind its blocks."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        return logits + self.layers[0].norm.weight.pow(2).sum()
+
+
+def test_a_norm_of_split_sequences_is_not_used_outside_of_them() -> None:
+    base = seeded(Regularized)
+
+    def body(rank):
+        model, _ = sharded(base, tensor=PLAN, build=None)
+        with pytest.raises(tz.Misuse, match=r"'layers.0.norm.weight' .pow. outside of 'layers.0', inside of which"):
+            model(TOKENS[0])
+
+    run_in_threads(2, body)
+    check(base, TOKENS[:1], lm_loss, 2, tensor=NO_SEQUENCE)
 
 
 # -- adapters --------------------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     consensus.joint_checks                      what ranks are told alike, or refuse as one
     consensus.equal_values                      tensors that all ranks have alike before a model is cut
     buckets.parameters.note                     whose hooks are on a weight, and what replaces one
+    buckets.parameters.outside_forward          what a loss may not compute with by itself
 
 `python -m tools.lint` checks both.
 """

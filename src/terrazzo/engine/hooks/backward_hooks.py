@@ -10,6 +10,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameters.note import register_accumulate_hook
+from terrazzo.engine.buckets.parameters.outside_forward import OutsideForward
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.agreement import Agreement
 from terrazzo.engine.consensus.row_exchanges import RowExchanges
@@ -48,6 +49,7 @@ class BackwardHooks:
     Attributes:
         listener: called at each backward, and before gradients are used.
         recover: ends optimizer steps that have raised; called before a forward or a backward uses weights.
+        outside: parameters of which ranks have parts, that nothing but forwards and backwards may compute with.
         surprised: whether a backward has come to a unit that nothing announced, or may do so.
     """
 
@@ -61,6 +63,8 @@ class BackwardHooks:
         agreement: Agreement,
     ) -> None:
         self.units, self.schedule, self._progress = units, schedule, progress
+        members = (member for unit in units for bucket in unit.trainable() for member in bucket.members)
+        self.outside = OutsideForward([each.parameter for each in members if each.in_parts], _IN_PARTS)
         self.agreement, self._exchanges = agreement, exchanges
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self.listener = GradientListener()
@@ -84,6 +88,7 @@ class BackwardHooks:
             return self.schedule.backward
         self.recover()
         self._phases.begin("backward")
+        self.outside.open()
         self.listener.begin_backward()
         trainable = (bucket for unit in self.units for bucket in unit.trainable())
         self._progress.begin_backward(any(bucket.gradient.exists for bucket in trainable))
@@ -184,4 +189,12 @@ class BackwardHooks:
         self.schedule.end_backward()
         self._progress.denominator.loss_scale.end_backward()
         self.listener.end_backward()
+        self.outside.close()
         self._phases.begin("other")
+
+
+_IN_PARTS = (
+    "Ranks have a part each of it, or of its gradient (tp, ep), so that such a term would be of a part, or count once "
+    "for each of them. Compute what is trained inside of the model's forward; as a penalty on weights the optimizer's "
+    "weight_decay is exact. Norms that are only shown are let be."
+)

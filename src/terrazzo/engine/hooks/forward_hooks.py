@@ -58,7 +58,7 @@ class ForwardHooks:
         backward: BackwardHooks,
     ) -> None:
         self._units, self._schedule, self._progress, self._backward = units, schedule, progress, backward
-        self._agreement, self._exchanges = backward.agreement, exchanges
+        self._agreement, self._exchanges, self._outside = backward.agreement, exchanges, backward.outside
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self._compute, self._alone = sharding.precision.compute, not sharding.axes.live(sharding.axes.whole_mesh)
         self._warned = False
@@ -129,6 +129,7 @@ class ForwardHooks:
         """A pass begins: settle what the user and the last pass have left, such as a backward that raised."""
         training, schedule = torch.is_grad_enabled(), self._schedule
         self._backward.recover()
+        self._outside.open()
         self._phases.begin("forward" if training else "evaluate")
         take_over_edits(bucket for unit in self._units for bucket in unit.buckets)
         self._tree.check(model)
@@ -168,6 +169,7 @@ class ForwardHooks:
     def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward of the model has returned, or raised."""
         if self._is_pass(module):
+            self._outside.close()
             self._saved.end()
             self._loss_scale.end_forward(module)
             if self._schedule.forward is not None:
@@ -200,6 +202,7 @@ class ForwardHooks:
         forward = self._schedule.forward
         if forward is None:
             self._backward.recover()
+            self._outside.open()
             if torch.is_grad_enabled():
                 self._loss_scale.check_unit(unit.title)
         if not self._schedule.order.agreed and (pair := self._regions.enter(index, args)):
@@ -234,7 +237,11 @@ class ForwardHooks:
             to_come = BackwardToCome.RECOMPUTED
         else:
             to_come = BackwardToCome.ANNOUNCED if announced else BackwardToCome.NONE
-        self._schedule.leave_alone(unit, to_come) if forward is None else forward.leave(unit, to_come)
+        if forward is None:
+            self._schedule.leave_alone(unit, to_come)
+            self._outside.close()
+        else:
+            forward.leave(unit, to_come)
         return output
 
     def _runs_here(self, unit: Unit, module: nn.Module | None) -> bool:

@@ -59,6 +59,11 @@ class Member:
         return self.record is not None and self.record.replicated
 
     @property
+    def in_parts(self) -> bool:
+        """Whether ranks that see the same data have a part each, of the parameter or of its gradient."""
+        return self.record is not None and not (self.record.box.is_all and self.record.replicated)
+
+    @property
     def box(self) -> Box:
         """This rank's part of the parameter."""
         return Box.all_of(self.parameter.shape) if self.record is None else self.record.box

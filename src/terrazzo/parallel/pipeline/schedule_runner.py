@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine import PipelineSchedule, engine_of
+from terrazzo.engine.buckets.parameters.outside_forward import OutsideForward
 from terrazzo.errors import Misuse
 from terrazzo.parallel.pipeline.buffer_snapshot import buffers_kept
 from terrazzo.parallel.pipeline.deferred_weight_gradients import DeferredWeights
@@ -84,6 +85,7 @@ class ScheduleRunner:
         self.loss_fn, self.auxiliary = loss_fn, auxiliary
         self.micro_batches, self.trains = micro_batches, torch.is_grad_enabled()
         self.forms = [form_of(inputs, self.trains) for inputs, _ in micro_batches]
+        self._outside = OutsideForward(model.parameters(), _OF_ONE_STAGE)
         self._forwards: dict[tuple[int, int], _ForwardState] = {}
         self._losses = torch.zeros((), device=self.engine.axes.device)
         self._deferred = DeferredWeights(self.engine) if self.trains and stages.schedule == "zero_bubble" else None
@@ -228,7 +230,8 @@ class ScheduleRunner:
         finally:
             self.stages.leave()
         if (successor := self._successor(action)) is None:
-            result = one_loss(self.loss_fn(result, targets))
+            with self._outside.closed():
+                result = one_loss(self.loss_fn(result, targets))
             self._losses = self._losses + result.detach()
         else:
             self._send(successor, result.detach(), self.forms[action.micro_batch])
@@ -282,3 +285,10 @@ class ScheduleRunner:
             self.messages.ask_for(action, self.forms[action.micro_batch])
         elif (state := self._forwards.get((action.stage, action.micro_batch))) is not None:
             self.messages.ask_for(action, state.result)
+
+
+_OF_ONE_STAGE = (
+    "loss_fn runs on the ranks of the last stage, whose parameters alone are here. Compute what is trained inside of "
+    "the model's forward; a penalty on weights is exact as the optimizer's weight_decay, or by "
+    "tz.step(auxiliary=...), which is called with the modules of every stage."
+)

@@ -135,10 +135,20 @@ def _cut_attributes(cuts: TensorCuts) -> dict[str, list[str]]:
     return cut
 
 
+def _summed_attributes(cuts: TensorCuts) -> dict[str, tuple[list[str], str]]:
+    """The attributes, by module, of whose gradients ranks compute parts, and the outermost module in which they do."""
+    summed: dict[str, tuple[list[str], str]] = {}
+    for (name, attribute), record in cuts.records.items():
+        if record.box.is_all and not record.replicated and name not in cuts.rows:
+            summed.setdefault(name, ([], cuts.region_of(name)))[0].append(attribute)
+    return summed
+
+
 def _watches(cuts: TensorCuts) -> list[BuildWatch]:
     """What the first forwards of a model are watched for."""
     used_in_part = {name: list(cuts.model.get_submodule(name)._parameters) for name in cuts.rows}
-    direct_use = DirectUse(_cut_attributes(cuts) | used_in_part, [name for name, _, _ in cuts.named(Logits)])
+    users = [name for name, _, _ in cuts.named(Logits)]
+    direct_use = DirectUse(_cut_attributes(cuts) | used_in_part, users, _summed_attributes(cuts))
     if cuts.ranks.is_simulated:
         return [direct_use]
     inputs = SameInputs(cuts.ranks, compares_states=not has_dropout(cuts.model))

@@ -1,7 +1,10 @@
-"""Finds models that compute with the weights of a cut module without calling the module.
+"""Finds models that compute with the weights of a module outside of where these are what the plan takes them for.
 
 `F.linear(x, self.down.weight)` would take this rank's part for the whole matrix, and miss the sum over ranks that is
-around the forward of `self.down`: a number that is wrong, without an error. First forwards are watched.
+around the forward of `self.down`: a number that is wrong, without an error. And the gradient of a norm in a block of
+style `sequence`, which ranks sum, would count once for each of them where it is used outside of the block. First
+forwards are watched. What a loss computes behind them is watched always, by the engine
+(`terrazzo.engine.buckets.parameters.outside_forward`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.runtime.overrides import arguments, function_name, is_question
@@ -25,37 +29,55 @@ class DirectUse:
     """Builds a watch of a forward, which raises `Misuse` there.
 
     Attributes:
-        cut: attributes of modules, by name, that hold parts.
-        users: names of the modules that may compute with any of them.
+        cut: attributes of modules, by name, that hold parts: these modules alone may compute with them.
+        users: names of the modules that may compute with any of these, too.
+        summed: attributes of modules, by name, of whose gradients ranks compute parts; with the name of the module
+            inside of which they do.
     """
 
     cut: Mapping[str, Sequence[str]]
     users: Sequence[str]
+    summed: Mapping[str, tuple[Sequence[str], str]]
 
     def __call__(self, model: nn.Module) -> FunctionWatch | None:
         if has_compiled(model):
             return None
         watch = _DirectUse()
         for name, attributes in self.cut.items():
-            watch.add(name, model.get_submodule(name), attributes)
+            watch.add(model, name, attributes, name, _CUT)
+        if torch.is_grad_enabled():
+            for name, (attributes, region) in self.summed.items():
+                watch.add(model, name, attributes, region, _SUMMED)
         for name in self.users:
             watch.allow(model.get_submodule(name))
         return watch
 
 
+_CUT = (
+    "and does not call the module: this rank has a part of it, and the exchange with the ranks that have the rest is "
+    "in the module's call. Call {region!r} there, or give it no style in the tensor-parallel plan."
+)
+_SUMMED = (
+    "outside of {region!r}, inside of which each rank along tp computes a part of its gradient: here it would count "
+    "once for each of them. Do that in {region!r}, or give that no style in the tensor-parallel plan (sequence=False "
+    "leaves the style 'sequence' out)."
+)
+
+
 class _DirectUse(FunctionWatch):
     def __init__(self) -> None:
         super().__init__()
-        self._names: dict[int, str] = {}
+        self._texts: dict[int, tuple[str, str]] = {}  # the parameter's name, and the end of the error's message
         self._running: Counter[int] = Counter()
         self._users = 0
 
-    def add(self, name: str, module: nn.Module, attributes: Sequence[str]) -> None:
-        """Parameters that a module may compute with while it runs."""
-        own = [id(module._parameters[attribute]) for attribute in attributes]
-        self._names |= {key: f"{name}.{attribute}" for key, attribute in zip(own, attributes, strict=True)}
-        self.before(module, lambda *_: self._running.update(own), first=True)
-        self.after(module, lambda _: self._running.subtract(own), always=True)
+    def add(self, model: nn.Module, name: str, attributes: Sequence[str], region: str, text: str) -> None:
+        """Parameters that may be computed with while the module `region` runs."""
+        module, around = model.get_submodule(name), model.get_submodule(region)
+        own = {id(module._parameters[attribute]): f"{name}.{attribute}" for attribute in attributes}
+        self._texts |= {key: (full, text.format(region=region)) for key, full in own.items()}
+        self.before(around, lambda *_: self._running.update(own.keys()), first=True)
+        self.after(around, lambda _: self._running.subtract(own.keys()), always=True)
 
     def allow(self, module: nn.Module) -> None:
         """A module that may compute with all of them."""
@@ -71,11 +93,7 @@ class _DirectUse(FunctionWatch):
     ) -> Any:
         if not self._users and not is_question(func):
             for each in arguments(args, kwargs):
-                if isinstance(each, Tensor) and (name := self._names.get(id(each))) and not self._running[id(each)]:
-                    raise Misuse(
-                        f"The model's forward computes with {name!r} ({function_name(func)}) and does not call the "
-                        "module: this rank has a part of it, and the exchange with the ranks that have the rest is in "
-                        f"the module's call. Call {name.rpartition('.')[0]!r} there, or give it no style in the "
-                        "tensor-parallel plan."
-                    )
+                if isinstance(each, Tensor) and (known := self._texts.get(id(each))) and not self._running[id(each)]:
+                    name, text = known
+                    raise Misuse(f"The model's forward computes with {name!r} ({function_name(func)}) {text}")
         return func(*args, **(kwargs or {}))

@@ -12,16 +12,21 @@ from terrazzo.errors import BadInput
 from terrazzo.parallel.peft_adapters import base_of
 from terrazzo.parallel.sharing_rules import shares_heads
 from terrazzo.parallel.tensor.read_plan import TensorPlan, matching
-from terrazzo.parallel.tensor.styles import STYLES, Colwise, Enter, Replicate, Rowwise, SplitSequence, Style
+from terrazzo.parallel.tensor.styles import STYLES, Colwise, Embedding, Enter, Replicate, Rowwise, SplitSequence, Style
 
 __all__ = ["check_styles", "own_plan"]
 
 _TRANSFORMERS: dict[str, Style] = {
     **{name: style for name, style in STYLES.items() if name not in ("enter", "sequence")},
+    "colwise": Colwise(own_forward=True),
+    "colwise_gather_output": Colwise(gathered=True, own_forward=True),
+    "embedding_rowwise": Embedding(own_forward=True),
     "replicated_with_grad_allreduce": Replicate(),
     "sequence_parallel": Replicate(),
 }
-"""Styles of `base_model_tp_plan`. Those of the last two have their gradients summed where blocks split sequences."""
+"""Styles of `base_model_tp_plan`, which calls forwards of the model's own with parts, too.
+
+Those of the last two have their gradients summed where blocks split sequences."""
 
 _EXPERTS = "moe_tp_experts"
 """Their style of a mixture's experts, which stay whole: a rank computes its own tokens, or shares along `ep`."""

@@ -95,12 +95,12 @@ def _read_cuts(cuts: TensorCuts) -> None:
     """
     for name, module, style in cuts.named(*_READS):
         wanted = nn.Embedding if isinstance(style, Embedding) else nn.Linear
-        if not isinstance(module, wanted) or (isinstance(style, Rowwise) and not _has_torchs_forward(module)):
+        if not isinstance(module, wanted) or not (style.own_forward or _has_torchs_forward(module)):
             replaced = ", whose forward has been replaced," * ("forward" in vars(module))
             raise BadInput(
                 f"{name!r} is a {type(module).__name__}{replaced or ','} and the style {type(style).__name__.lower()} "
-                f"knows torch.nn.{wanted.__name__}{' with its own forward' * (wanted is nn.Linear)} alone. Give its "
-                "name no style, and it stays whole on every rank."
+                f"knows torch.nn.{wanted.__name__} with its own forward alone. Give its name no style, and it stays "
+                f"whole on every rank.{_OWN_FORWARDS.get(type(style), '') * isinstance(module, wanted)}"
             )
         for attribute in ("weight",) if module._parameters.get("bias") is None else ("weight", "bias"):
             check_replaceable(name, module, attribute)
@@ -108,8 +108,17 @@ def _read_cuts(cuts: TensorCuts) -> None:
 
 
 def _has_torchs_forward(module: nn.Module) -> bool:
-    """Whether a linear layer runs the forward that its style replaces, and no other in its class or on itself."""
-    return type(module).forward in (nn.Linear.forward, Float8Linear.forward) and "forward" not in vars(module)
+    """Whether a module runs a forward that styles know, and no other in its class or on itself."""
+    known = (nn.Linear.forward, Float8Linear.forward, nn.Embedding.forward)
+    return type(module).forward in known and "forward" not in vars(module)
+
+
+_OWN_FORWARDS: dict[type[Style], str] = {
+    Colwise: " If it computes each output from the input and the output's own row of weight and bias alone, give "
+    "terrazzo.parallel.Colwise(own_forward=True).",
+    Embedding: " If it looks up the indices that it is given, as they are, and computes each token by itself, give "
+    "terrazzo.parallel.Embedding(own_forward=True).",
+}
 
 
 def _read_row(cuts: TensorCuts, name: str, module: Any, style: Rowwise) -> None:

@@ -38,6 +38,7 @@ class Style:
         enters: where the module's input is put together, for each rank to use in its own way: always; alone, which is
             outside of a module that enters always; or never.
         completes: the output is summed or gathered: all ranks have all of it, and of its gradient.
+        own_forward: a forward of the module's own class is called with a part of its weights.
         takes_part: of the input, which is whole on every rank, this rank takes its channels.
         wrong_where_split: what the module would do wrong with a part of each sequence; empty where that is nothing.
     """
@@ -46,6 +47,10 @@ class Style:
 
     @property
     def completes(self) -> bool:
+        return False
+
+    @property
+    def own_forward(self) -> bool:
         return False
 
     @property
@@ -73,11 +78,14 @@ class Colwise(Style):
         parts: the numbers of outputs of several matrices that are fused into this one, such as a gate and an up
             projection. A rank has a part of each; `heads` has one number for each then.
         gathered: all outputs are gathered, and every rank uses them in the same way; not of fewer heads than ranks.
+        own_forward: the module's class may have a forward of its own, which computes each output from the input and
+            the output's own row of weight and bias alone: so not one that normalizes the weight, or over outputs.
     """
 
     heads: int | tuple[int, ...] | None = None
     parts: tuple[int, ...] | None = None
     gathered: bool = False
+    own_forward: bool = False
 
     enters: ClassVar[Where] = "alone"
 
@@ -126,7 +134,14 @@ class Rowwise(Style):
 
 @dataclass(frozen=True)
 class Embedding(Style):
-    """A table of which each rank has a part of the rows. Outputs are summed, as one rank alone has each row."""
+    """A table of which each rank has a part of the rows. Outputs are summed, as one rank alone has each row.
+
+    Attributes:
+        own_forward: the module's class may have a forward of its own, which looks up the indices that it is given, as
+            they are, and computes each token by itself.
+    """
+
+    own_forward: bool = False
 
     completes: ClassVar[bool] = True
     wrong_where_split: ClassVar[str] = (

@@ -56,6 +56,12 @@ class TensorCuts:
         parts = name.split(".")
         return any(isinstance(self.styles.get(".".join(parts[:end])), kind) for end in range(1, len(parts) + 1))
 
+    def region_of(self, name: str) -> str:
+        """The outermost module around one, or itself, in which ranks compute parts of gradients."""
+        parts = name.split(".")
+        around = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        return next(each for each in around if isinstance(self.styles.get(each), Enter) or self.splits(each))
+
     def enters(self, name: str) -> bool:
         """Whether a module's input is put together, for each rank to use in its own way."""
         where = self.styles[name].enters

@@ -33,6 +33,7 @@ class Note:
         measure: what a function makes of the values while they are split; None where it makes nothing.
         arrive: waits for new values that are on their way.
         alias: what `.data` gives, in place of torch's own.
+        refuses: why no gradient may come from what is computed with it now; None where one may.
         accumulate_hook: number of the engine's hook after autograd's accumulation, which takes the gradient away.
         gradient_hook: number of its hook before the accumulation.
     """
@@ -43,6 +44,7 @@ class Note:
     measure: Callable[..., Any] | None = None
     arrive: Callable[[], None] | None = None
     alias: Callable[[nn.Parameter], Tensor] | None = None
+    refuses: str | None = None
     accumulate_hook: int | None = None
     gradient_hook: int | None = None
 
