@@ -13,7 +13,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT
 from terrazzo.dialects.formats.deepspeed.keys import TABLE
-from tests.dialects.peers import converted, nested, verdicts
+from tests.dialects.peers import converted, findings_by_key, nested, verdicts
 
 SIZE = {"train_micro_batch_size_per_gpu": 1}
 
@@ -377,3 +377,19 @@ def test_what_the_target_needs_and_refuses_to_go_without_is_told_once() -> None:
     told = [each for each in conversion.unsaid if "train_micro_batch_size_per_gpu" in each.target]
     assert [(each.key, each.kind) for each in told] == [("batch.micro_batch", "refused")]
     assert [fault.key for fault in conversion.faults] == ["train_micro_batch_size_per_gpu"]
+
+
+@pytest.mark.parametrize("section", [{}, {"topk_ratio": 0.1}])
+def test_zenflow_is_on_where_its_section_is(section: dict[str, Any]) -> None:
+    zero = {"stage": 2, "zenflow": section}
+    document = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    refused = converted("deepspeed", "terrazzo", document).refused
+    assert [each.key.split(".")[1] for each in refused] == ["zenflow"]
+    assert "ZenFlow updates most parameters late" in refused[0].why
+
+
+def test_a_removed_key_is_an_error_once() -> None:
+    document = {"train_micro_batch_size_per_gpu": 1, "sparse_attention": {"mode": "fixed"}}
+    refused = [key for key, each in verdicts("deepspeed", document).items() if each.kind == "refused"]
+    assert refused == ["sparse_attention.mode"]
+    assert "sparse_attention" not in findings_by_key("deepspeed", document)

@@ -81,7 +81,7 @@ def test_removed_keys_are_explained_and_their_file_is_refused(key: str) -> None:
         document[key] = True
     outcome = next(each for each in DIALECT.read(document).verdicts if each.key.startswith(key))
     assert outcome.kind == ("renamed" if "mics_shard_size" in key else "refused")
-    assert findings(document)[key] == "error"
+    assert (findings(document).get(key) == "error") is (outcome.kind != "refused")  # one of them says it
     pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle")
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 

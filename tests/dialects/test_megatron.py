@@ -400,3 +400,28 @@ def test_its_own_fsdp_keeps_its_format_of_checkpoints() -> None:
     """Whatever the source's checkpoints are."""
     conversion = converted("deepspeed", "megatron", {"zero_optimization": {"stage": 3}, "train_batch_size": 8}, world=8)
     assert conversion.document["ckpt-format"] == "fsdp_dtensor"
+
+
+def test_a_default_that_does_something_is_no_tuning() -> None:
+    """Dropout is on by default there: said or not, a target that drops nothing gives other numbers."""
+    arguments = {"num-layers": 2, "hidden-dropout": 0.1, "num-query-groups": 1}
+    conversion = converted("megatron", "terrazzo", arguments)
+    said = {each.key: (each.kind, each.tuning) for each in conversion.verdicts}
+    assert said == dict.fromkeys(arguments, ("lossy", False))
+    unsaid = {each.key: each for each in conversion.unsaid}
+    assert "model.dropout" in unsaid["attention-dropout"].why
+    assert "hidden-dropout" not in unsaid
+    assert "moe-router-topk" not in unsaid  # without experts it says nothing
+    assert not {"attention-dropout"} & {each.key for each in converted("megatron", "terrazzo", {"lr": 1e-3}).unsaid}
+
+
+def test_a_lossy_key_of_several_settings_says_which_of_them() -> None:
+    became = {each.key: each for each in converted("megatron", "terrazzo", {"bf16": True}).verdicts}
+    assert became["bf16"].why.startswith("precision.saved: it is fp32 here")
+
+
+@pytest.mark.parametrize(("told", "kind"), [({}, "lossy"), ({"muon-coefficient-type": "simple"}, "applied")])
+def test_muons_coefficients_are_others_unless_simple(told: dict[str, Any], kind: str) -> None:
+    arguments = {"optimizer": "muon", "lr": 1e-3, **told}
+    became = {each.key: each for each in converted("megatron", "terrazzo", arguments).verdicts}
+    assert became["optimizer"].kind == kind

@@ -82,6 +82,8 @@ def test_what_cannot_be_honoured_is_refused_by_its_key(document: dict[str, Any],
 def test_all_reasons_come_at_once() -> None:
     with pytest.raises(BadInput, match=r"zero_optimisation: .*; managed_gradient_accumulation"):
         made(zero_optimisation={}, managed_gradient_accumulation=False)
+    with pytest.raises(BadInput, match=r"'the config dict' .*gradient_allreduce_op is 'sum'.*; .*topk_ratio is 0\.1"):
+        made(gradient_allreduce_op="sum", zero_optimization={"stage": 2, "zenflow": {"topk_ratio": 0.1}})
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ class Key:
             (`refused`). Empty: it has a place in the neutral description, and a reader of its own. A key that is read
             in some documents alone has both: its reader there, and elsewhere this.
         why: the loss in words; default: the meaning.
+        lost_beside: another key, or a section, beside which the library does something by the default, too: the loss
+            is the default's as well, whether or not the document says it. Empty: at the default nothing is lost.
         null: whether null says nothing rather than something wrong; default: where the default is
             None, and of any names or anything.
     """
@@ -79,6 +81,7 @@ class Key:
     meaning: str
     keep: Keep = ""
     why: str = ""
+    lost_beside: str = ""
     null: bool | None = None
 
     @functools.cached_property

@@ -193,7 +193,7 @@ class Reader:
                 self.keep(key, "it says nothing: the default holds", loss="harmless")
 
     def keep_rows(self) -> None:
-        """Keep the known keys that nobody has read as their rows say; at their defaults they are harmless."""
+        """Keep the known keys that nobody has read as their rows say; at most defaults they are harmless."""
         for key in self.unread():
             self.keep_row(key)
 
@@ -204,10 +204,8 @@ class Reader:
             value = row.type.parse(self.flat[key])
             if value is not MISSING:
                 self._parsed[key] = value
-            same = self.canonical(key) in self.keys and self._parsed.get(key, self.flat[key]) in (
-                row.default,
-                row.neutral,
-            )
+            defaults = () if row.lost_beside else (row.default, row.neutral)
+            same = self.canonical(key) in self.keys and self._parsed.get(key, self.flat[key]) in defaults
             self.keep(key, row.why or row.meaning, loss="harmless" if same else row.keep)
 
     def unread(self) -> list[str]:

@@ -68,8 +68,20 @@ def convert_reading(source: Dialect, reading: Reading, target: Dialect, context:
     faults = tuple(finding for finding in found if finding.level == "error")
     fates = _Fates(before, read_back, writing, target, faults)
     verdicts = tuple(fates.of_key(verdict) for verdict in reading.verdicts)
-    unsaid, added = tuple(fates.unsaid()), tuple(fates.added())
+    by_default = _by_default(source, reading, target) if source is not target else ()
+    unsaid, added = (*fates.unsaid(), *by_default), tuple(fates.added())
     return Conversion(source, target, writing.document, verdicts, unsaid, added, before, after, faults)
+
+
+def _by_default(source: Dialect, reading: Reading, target: Dialect) -> Iterable[KeyVerdict]:
+    """What the source does by the defaults of keys that the document has not, and the target has no key for.
+
+    Where such a key is refused, one that the document has says it.
+    """
+    for key, row in source.keys.items():
+        if row.keep == "lossy" and row.lost_beside in reading.values and key not in reading.values:
+            why = f"no such setting in {target.title}; {row.why or row.meaning}"
+            yield KeyVerdict(key, row.default, "lossy", "", why)
 
 
 class _Fates:
@@ -160,7 +172,7 @@ class _Fates:
             kind = "defaulted"
         grave = [verdict for verdict in verdicts if verdict.kind == kind] if kind in ("lossy", "refused") else []
         reasons = [verdict for verdict in grave or written if verdict.why]
-        several = len({verdict.why for verdict in reasons}) > 1
+        several = len(reasons) < len(written) or len({verdict.why for verdict in reasons}) > 1
         why = "; ".join(_once([read.why, *(_reason(verdict, several) for verdict in reasons)]))
         return KeyVerdict(read.key, read.value, kind, ", ".join(targets), why)
 
@@ -190,7 +202,7 @@ class _Fates:
 
 
 def _reason(verdict: KeyVerdict, several: bool) -> str:
-    """Why, and where there are several reasons, of which setting."""
+    """Why, and where the key stands for several settings, of which of them."""
     return f"{verdict.key}: {verdict.why}" if several and verdict.key in PATHS else verdict.why
 
 

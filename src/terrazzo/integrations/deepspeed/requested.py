@@ -24,7 +24,7 @@ from terrazzo.documents.dotted_keys import split
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.engine_setup import EngineSetup
 from terrazzo.integrations.shared.from_description import setup_for
-from terrazzo.integrations.shared.honour import lost, refuse
+from terrazzo.integrations.shared.honour import lost, refuse, unknown_here
 
 __all__ = ["Configuration", "read"]
 
@@ -100,7 +100,8 @@ def read(config: str | os.PathLike[str] | Mapping[str, Any], world: int, device:
     errors = [f"{each.key}: {each.text}" if each.key else each.text for each in findings if each.level == "error"]
     if reading.values.get("managed_gradient_accumulation") is False:
         errors.append(_UNMANAGED)
-    errors += _open(reading)
+    refused = [verdict.key for verdict in reading.verdicts if verdict.kind == "refused"]
+    errors += [*_open(reading), *unknown_here(reading.description, refused)]
     refuse(f"'{loaded.path}'", errors)
     description, notes = _without_activations(reading.description)
     renamed = {verdict.key for verdict in reading.verdicts if verdict.kind == "renamed"}

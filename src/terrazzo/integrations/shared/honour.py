@@ -17,7 +17,7 @@ from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.first_rank import warn_once
 
-__all__ = ["RequestedSettings", "check_compiler", "honour", "lost", "refuse"]
+__all__ = ["RequestedSettings", "check_compiler", "honour", "lost", "refuse", "unknown_here"]
 
 _OF_PLAN_AND_MESH = ("sharding.", "offload.weight", "offload.grad", "offload.optim", "mesh.", "parallel.")
 _OF_THE_LIBRARY = ("optimizer.", "schedule.", "batch.", "loading.", "saving.", "training.", "precision.saved")
@@ -37,10 +37,18 @@ def honour(name: str, document: ConfigDocument, context: ReadingContext, who: st
         BadInput: listing every key that is refused, each with its value and why.
     """
     reading = read_document(dialect(name), document, context)
-    refuse(who, [f"{each.key} is {each.value!r}: {each.why}" for each in reading.verdicts if each.kind == "refused"])
+    verdicts = {each.key: each for each in reading.verdicts if each.kind == "refused"}
+    reasons = [f"{each.key} is {each.value!r}: {each.why}" for each in verdicts.values()]
+    refuse(who, [*reasons, *unknown_here(reading.description, verdicts)])
     for text in lost(reading):
         warn_once(f"{who}: {text}")
     return reading.description
+
+
+def unknown_here(description: Description, said: Container[str] = ()) -> list[str]:
+    """Why each key, but for those that are `said`, is refused that its own library takes and Terrazzo does not."""
+    extras = [each for each in description.extras if each.loss == "refused" and each.key not in said]
+    return [f"{each.key} is {each.value!r}: {each.why or 'Terrazzo has no such setting: remove it'}" for each in extras]
 
 
 def refuse(who: str, reasons: Sequence[str]) -> None:
@@ -78,15 +86,11 @@ def lost(reading: Reading, own: Container[str] = ()) -> list[str]:
 class RequestedSettings:
     """The settings of a description, which remember the ones that have been asked for.
 
-    Raises:
-        BadInput: the description has a key that its dialect knows, and Terrazzo refuses.
+    Raises: `BadInput` listing the keys of which the numbers would be others here, as `honour` does beforehand.
     """
 
     def __init__(self, description: Description) -> None:
-        for extra in description.extras:
-            if extra.loss == "refused":
-                why = extra.why or "Terrazzo has no such setting"
-                raise BadInput(f"{extra.key} is {extra.value!r}: {why}. Remove it.")
+        refuse("The configuration", unknown_here(description))
         self.description, self._asked = description, set[str]()
 
     def value(self, path: str) -> Any:

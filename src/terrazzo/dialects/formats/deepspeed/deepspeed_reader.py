@@ -11,6 +11,7 @@ from terrazzo.dialects.core.keys import Key, Type, matches
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL, Auto, resolve
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES, NULLABLE, PATTERNS, SECTIONS, STRICT, TABLE
+from terrazzo.dialects.formats.deepspeed.keys_zero import FLOW
 from terrazzo.dialects.formats.deepspeed.versions import CODED, GHOSTS, LAST, REMOVED, default_of
 from terrazzo.documents.dotted_keys import join, put, without
 
@@ -83,7 +84,8 @@ class DeepSpeedReader(Reader):
         verdict = self.verdicts[name]
         if verdict.kind == "refused":
             return
-        same = setting.origin == "auto" or self.raw(key) is None or setting.value == self.default(key)
+        default = not row.lost_beside and setting.value == self.default(key)
+        same = default or setting.origin == "auto" or self.raw(key) is None
         why = row.why or row.meaning
         loss = "harmless" if same else row.keep or "harmless"
         self.extras.append(Extra(key, self.raw(key), why, loss))
@@ -98,7 +100,9 @@ class DeepSpeedReader(Reader):
                 else:
                     self.keep(name, row.why or row.meaning, loss=row.keep or "lossy")
         for key in self.unread():
-            if key in SECTIONS and (self.flat[key] == {} or (self.flat[key] is None and key in NULLABLE)):
+            if key == FLOW and self.flat[key] == {}:
+                self.refuse(key, TABLE[f"{FLOW}.topk_ratio"].why)
+            elif key in SECTIONS and (self.flat[key] == {} or (self.flat[key] is None and key in NULLABLE)):
                 self.keep(key, "it says nothing: the defaults hold", loss="harmless")
             elif key in SECTIONS:
                 self.refuse(key, f"it is {str(self.flat[key])[:40]!r}, expected a section of keys")

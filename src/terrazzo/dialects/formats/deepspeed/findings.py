@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
@@ -29,7 +29,7 @@ def findings(document: ConfigDocument, reading: Reading, context: ReadingContext
     yield from _batch(reader)
     yield from _auto(reader)
     yield from _old_words(reader)
-    yield from _removed(reader)
+    yield from _removed(reader, [each.key for each in reading.verdicts if each.kind == "refused"])
     yield from _precision(reader, stage)
     yield from _zero(reader, stage, context.world)
     yield from _schedule(reader)
@@ -66,9 +66,11 @@ def _old_words(reader: DeepSpeedReader) -> Iterator[Finding]:
             yield Finding.error(f"{_ZERO}.{old}", f"an old word beside {section}, which DeepSpeed refuses: remove it")
 
 
-def _removed(reader: DeepSpeedReader) -> Iterator[Finding]:
+def _removed(reader: DeepSpeedReader, refused: Sequence[str]) -> Iterator[Finding]:
+    """Removed keys that are switched off; of those that are on, their verdicts say it."""
     for key, removed in REMOVED.items():
-        if key in reader and reader.version >= removed.since:
+        said = any(each == key or each.startswith(f"{key}.") for each in refused)
+        if key in reader and not said and reader.version >= removed.since:
             yield Finding.error(
                 key, f"DeepSpeed {in_words(removed.since)} and later refuse it, even switched off: remove it"
             )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, TEXT, Key, integer, number, section
 from terrazzo.dialects.formats.shared.deepspeed_words import DEVICE
 
-__all__ = ["ZERO_ROWS"]
+__all__ = ["FLOW", "ZERO_ROWS"]
 
 _QUANTIZED = "weights rest in 8 bits, which changes the numbers: switch it off"
 _ZENFLOW = "ZenFlow updates most parameters late, which changes the numbers: use plain offload"
@@ -75,6 +76,8 @@ _OFFLOAD_OPTIMIZER = {
     "super_offload": Key(BOOLEAN, False, "a process of its own runs the CPU step ahead of the checks", "lossy"),
     "cpuadam_cores_perc": Key(number(), 0.8, "share of the cores for that process", "harmless"),
 }
+FLOW = "zero_optimization.zenflow"
+"""A section that is on where it is there."""
 _ZENFLOW_ROWS = {
     "topk_ratio": Key(number(), 0.1, "share of gradients updated at once on the device", "refused", _ZENFLOW),
     "select_strategy": Key(TEXT, "auto", "auto, step or epoch", "refused", _ZENFLOW),
@@ -106,7 +109,7 @@ ZERO_ROWS = {
     **section("zero_optimization", _ZERO),
     **section("zero_optimization.offload_param", _OFFLOAD_PARAM),
     **section("zero_optimization.offload_optimizer", _OFFLOAD_OPTIMIZER),
-    **section("zero_optimization.zenflow", _ZENFLOW_ROWS),
+    **{key: replace(row, lost_beside=FLOW) for key, row in section(FLOW, _ZENFLOW_ROWS).items()},
     **section("zero_optimization.leaf_module", _LEAF),
     **section("aio", _AIO),
 }

@@ -5,6 +5,7 @@ Names and defaults are those of its `megatron/training/arguments.py` and of the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import frexp
 
 from terrazzo.dialects.core.keys import (
@@ -75,7 +76,9 @@ _RUN = "it does not change what is trained"
 
 
 def _model(default: object, meaning: str, key: str) -> Key:
-    return Key(BOOLEAN if default is False else ANY, default, meaning, "lossy", _HERE.format(key))
+    beside = "num-experts" if key.startswith("experts.") else "num-layers"
+    kind = BOOLEAN if default is False else ANY
+    return Key(kind, default, meaning, "lossy", _HERE.format(key), "" if default is None else beside)
 
 
 _PARALLEL = {
@@ -259,6 +262,8 @@ _LAUNCHER = {
     "nnodes": Key(integer(1), 1, "machines"),
     "<argument>": Key(ANY, None, "how torchrun starts ranks", "harmless", _RUN),
 }
+_ALWAYS = ("init-method-std", "norm-epsilon", "make-vocab-size-divisible-by")
+"""Arguments of every model, by whose defaults something is done."""
 KEYS: dict[str, Key] = {
     **section(LAUNCHER, _LAUNCHER),
     **_PARALLEL,
@@ -267,6 +272,7 @@ KEYS: dict[str, Key] = {
     **_SAVING,
     **_SIZES,
     **OTHERS,
+    **{name: replace(OTHERS[name], lost_beside="num-layers") for name in _ALWAYS},
 }
 """Rows by the argument without its dashes."""
 

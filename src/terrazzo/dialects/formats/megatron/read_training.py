@@ -80,6 +80,7 @@ _OF_MATRICES = ("momentum", "nesterov", "num-ns-steps", "scale-mode", "extra-sca
 def _muon(reader: Reader, rate: Setting[Any] | None, matrices: dict[str, Setting[Any]]) -> Setting[Any]:
     """The settings of matrices, in neutral words: their rate includes the factor that scales them."""
     momentum, nesterov, steps, mode, factor = matrices.values()
+    _coefficients(reader)
     options = {"muon.momentum": momentum.value, "muon.nesterov": nesterov.value, "muon.ns_steps": steps.value}
     if mode.value not in ("match_rms_adamw", "original"):
         reader.keep(mode.key, "matrices are scaled by the root of rows over columns, also where that is below one")
@@ -91,6 +92,17 @@ def _muon(reader: Reader, rate: Setting[Any] | None, matrices: dict[str, Setting
     elif scale != 1 and factor.origin == "file":
         reader.keep(factor.key, "as a rate of matrices it is known where lr is given")
     return derived(options, *matrices.values(), origin="file")
+
+
+def _coefficients(reader: Reader) -> None:
+    """The polynomial of the iterations: torch's is their simple, and each other one gives other updates."""
+    key = "muon-coefficient-type"
+    kind = reader.raw(key, KEYS[key].default)
+    why = f"matrices are made orthogonal by the coefficients {kind} there, and by simple elsewhere"
+    if key in reader:
+        reader.keep(key, why, loss="harmless" if kind == "simple" else "lossy")
+    elif kind != "simple":
+        reader.mark("optimizer", "lossy", why)
 
 
 def _unused(reader: Reader, settings: tuple[Setting[Any], ...], why: str) -> None:

@@ -87,6 +87,7 @@ def _muon(draft: Draft, options: dict[str, Any]) -> dict[str, Any]:
     values = dict(zip(("muon-momentum", "muon-nesterov", "muon-num-ns-steps"), matrices.values(), strict=True))
     values |= {"muon-scale-mode": mode, "muon-extra-scale-factor": float(f"{factor:.12g}")}
     written = {key: value for key, value in values.items() if value != KEYS[key].default}
+    draft.write("muon-coefficient-type", "simple")
     for key, value in written.items():
         draft.put("optimizer.options", key, value)
     if not written:
