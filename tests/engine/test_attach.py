@@ -109,7 +109,14 @@ def test_what_cannot_be_attached_is_refused(tmp_path: Path) -> None:
         first = tz.attach(model, adamw(model.parameters()))
         with pytest.raises(tz.BadInput, match=r"in two optimizers.*del optimizer.*release_optimizer\(\)"):
             tz.attach(model, adamw(model.parameters()))
+        again = r"AdamW has been sharded already.*Leave out the second call.*build a new AdamW"
+        with pytest.raises(tz.BadInput, match=again):
+            tz.attach(model, first)
+        with pytest.raises(tz.BadInput, match=again):
+            tz.shard(Net(), first, "zero1")
         engine_of(model).release_optimizer()
+        with pytest.raises(tz.BadInput, match=again):
+            tz.attach(model, first)
         second = tz.attach(model, adamw(model.parameters()))
         with pytest.raises(tz.Misuse, match="no longer drives"):
             first.step()

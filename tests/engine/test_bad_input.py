@@ -100,6 +100,22 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
         lambda m: tz.shard(m, None, mesh=init_device_mesh("cpu", (4,))),
         ["names", "dp_shard"],
     ),
+    "mesh that is none": (lambda m: tz.shard(m, None, mesh=3), ["mesh is 3", "tz.mesh"]),  # type: ignore[arg-type]
+    "plan without a name": (lambda m: tz.Plan.named(None), ["plan None", "zero3"]),  # type: ignore[arg-type]
+    "place without a tier": (lambda m: tz.Place(("D",), None), ["tier is None", "'cpu'"]),  # type: ignore[arg-type]
+    "place of a list": (lambda m: tz.Place(["D"]), ["axes are ['D']", "a tuple"]),  # type: ignore[arg-type]
+    "tier as a number": (lambda m: tz.Plan.named("zero3").on(weight=3), ["tier is 3", "'cpu'"]),  # type: ignore[arg-type]
+    "checkpointing by number": (lambda m: checkpoint_activations(m, 3), ["3", "selective_half"]),  # type: ignore[arg-type]
+    "operators themselves": (
+        lambda m: checkpoint_activations(m, "selective", ops=[torch.ops.aten.mm]),
+        ["aten.mm", "names such as 'mm'"],
+    ),
+    "operator as text": (lambda m: checkpoint_activations(m, "selective", ops="mm"), ["ops is 'mm'", "['mm']"]),
+    "units checkpointed twice": (
+        lambda m: [checkpoint_activations(m, "full") for _ in range(2)],
+        ["Block that is checkpointed already", "name other units"],
+    ),
+    "method by number": (lambda m: tz.register_forward_method(m.blocks[0], 3), ["Block has no method 3"]),  # type: ignore[arg-type]
     "prefetch as text": (lambda m: tz.shard(m, None, prefetch="2"), ["'2'", "an int"]),  # type: ignore[arg-type]
     "negative prefetch": (lambda m: tz.shard(m, None, prefetch=-1), ["-1", "0 or more"]),
     "prefetch as a switch": (lambda m: tz.shard(m, None, prefetch=True), ["True", "an int"]),

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from tests.engine.toys import Net, batch, follows_one_process, loss_of, on_ranks, plain_loop, sharded, step
+from tests.engine.toys import Block, Net, batch, follows_one_process, loss_of, on_ranks, plain_loop, sharded, step
 
 Uses = Callable[["Odd", Tensor], Tensor]
 
@@ -173,5 +173,33 @@ def test_a_penalty_outside_of_forward_is_not_lost_in_silence() -> None:
         assert not (model.blocks[0].up.weight == 0).float().mean().requires_grad
         with pytest.raises(tz.Misuse, match=r"blocks\.0\.up\.weight.*weight_decay"):
             (loss_of(model, batch()) + penalty).backward()
+
+    on_ranks(2, body)
+
+
+class Mapped(nn.Module):
+    """One block is called on each element of the batch, by a transform that hides its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(13, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mapped: Tensor = torch.func.vmap(self.blocks[1])(self.blocks[0](x))
+        return self.head(mapped)
+
+
+def test_a_unit_in_a_transform_trains_with_whole_weights_and_is_told_of_else() -> None:
+    base, x = Mapped(), torch.randn(4, 3, 13)
+    base(x).square().mean().backward()
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(copy.deepcopy(base), None, "zero2", units=[Block])
+        model(x).square().mean().backward()
+        torch.testing.assert_close(model.blocks[1].up.weight.grad.norm(), base.blocks[1].up.weight.grad.norm())
+        split, _ = tz.shard(copy.deepcopy(base), None, "zero3", units=[Block])
+        with pytest.raises(tz.Misuse, match=r"torch\.func\.vmap.*on the whole batch.*zero2"):
+            split(x).square().mean().backward()
 
     on_ranks(2, body)

@@ -226,6 +226,9 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing() -> None:
 
         refused(r"not a dict of 'epoch', 'optimizer'.*tz\.checkpoint\.load", {"epoch": 1, "optimizer": before})
         refused("not a list", [before])
+        refused("'state' is a int, and is to have a dict", {"state": 3, "param_groups": 3})
+        refused("'state' is a dict of 0, and is to have a dict", {**before, "state": {0: 3}})
+        refused("'param_groups' is a int, and is to be a list", {**before, "param_groups": 3})
         refused(r"param groups of \[13, 3\].*has \[12, 3\]", _with_more(before))
         other = copy.deepcopy(before)
         del other["state"][3]["exp_avg"]

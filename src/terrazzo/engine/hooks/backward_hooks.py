@@ -167,7 +167,9 @@ class BackwardHooks:
                 f"A gradient came for {bucket.members[index].name!r} while the weights of {unit.title} were not "
                 "here: its backward was reached past the outputs of its forward, which nothing had told. Return every "
                 "tensor that the loss is computed from out of that module's forward, in tuples, lists or dicts; or run "
-                "the step again, which is watched more closely from now on."
+                "the step again, which is watched more closely from now on. If the module is called by a transform, "
+                "such as torch.func.vmap, which hides its outputs, neither helps: call it on the whole batch instead, "
+                "or take a plan that keeps weights whole, such as zero2."
             )
         raise Misuse(
             f"backward(create_graph=True) reached {bucket.members[index].name!r}, whose gradient goes into flat "

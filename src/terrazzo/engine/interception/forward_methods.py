@@ -28,7 +28,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         BadInput: where there is no such method, and for `forward` itself.
     """
     kind = type(module).__name__
-    method = getattr(module, name, None)
+    method = getattr(module, name, None) if isinstance(name, str) else None
     if not callable(method):
         raise BadInput(f"{kind} has no method {name!r}: name one of its own.")
     if name in ("forward", "__call__"):

@@ -25,7 +25,7 @@ class Member:
         is_matrix: the weight of one linear layer, which no other module has.
         record: this rank's part of it, where ranks share it; None for an ordinary parameter.
         group: number of its param group among those of all optimizers of the model; -1 for none.
-        stages: the ranks along the axis of stages that have it, where several do; () for one that no stages share.
+        tied_ranks: the ranks along the axis of stages that have it, where several do; () for one that no stages share.
         holders: modules and attributes, until its values are there; they may hold the model itself.
         registered: the dictionaries of parameters in which it stands from then on, by attribute.
     """

@@ -55,6 +55,11 @@ class Place:
         axes: object = self.axes
         if isinstance(axes, str):
             raise BadInput(f"tz.Place({axes!r}): axes are a tuple of names. Write tz.Place.parse({axes!r}).")
+        if not (isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes)):
+            raise BadInput(f"tz.Place: axes are {axes!r}; give a tuple of names, such as ('dp_shard',) or ('S', 'R').")
+        tier: object = self.tier
+        if not isinstance(tier, str):
+            raise BadInput(f"tz.Place: tier is {tier!r}; give 'device', 'cpu' or 'nvme', or shares such as 'cpu:0.7'.")
 
     @classmethod
     def parse(cls, text: str) -> Place:
@@ -215,6 +220,9 @@ class Plan:
         Raises:
             BadInput: an unknown name; the nearest is named. A share that is none is found by `resolve`.
         """
+        given: object = name
+        if not isinstance(given, str):
+            raise BadInput(f"There is no plan {given!r}: give a name, such as 'zero3'. Plans are {', '.join(ROWS)}.")
         base, at, offload = name.strip().lower().partition("@")
         offload, colon, share = offload.replace("_", "-").partition(":")
         key = base.replace("-", "_")

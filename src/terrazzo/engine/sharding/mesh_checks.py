@@ -11,7 +11,7 @@ from terrazzo.engine.mesh.family import DATA_AXES, SAME_DATA_AXES, STAGE_AXIS
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse
 
-__all__ = ["check_group", "check_kind", "check_mesh"]
+__all__ = ["check_group", "check_is_mesh", "check_kind", "check_mesh"]
 
 
 def check_group() -> None:
@@ -24,6 +24,19 @@ def check_group() -> None:
         raise Misuse(
             "tz.shard needs torch.distributed. Call torch.distributed.init_process_group() first, in a script that "
             "'terrazzo run --ranks N script.py' or 'torchrun --nproc-per-node=N script.py' starts; N may be 1."
+        )
+
+
+def check_is_mesh(mesh: object) -> None:
+    """Refuse what is no mesh. Ranks cannot hear of it, who have none.
+
+    Raises:
+        BadInput: there.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise BadInput(
+            f"mesh is {mesh!r}; pass what tz.mesh or torch's init_device_mesh gives, or leave it out: all ranks are on "
+            "one dp_shard axis then."
         )
 
 

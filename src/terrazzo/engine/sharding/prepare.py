@@ -46,7 +46,7 @@ from terrazzo.engine.sharding.compared_facts import (
 )
 from terrazzo.engine.sharding.initial_values import check_initializable
 from terrazzo.engine.sharding.matrix_checks import check_matrices
-from terrazzo.engine.sharding.mesh_checks import check_group, check_kind, check_mesh
+from terrazzo.engine.sharding.mesh_checks import check_group, check_is_mesh, check_kind, check_mesh
 from terrazzo.engine.sharding.model_checks import check_device, check_dtypes, check_model
 from terrazzo.engine.sharding.packed_checks import check_packed
 from terrazzo.engine.sharding.replica_checks import check_diloco, check_fragments
@@ -123,6 +123,7 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     """Read and check all arguments. Collective: what one rank refuses all refuse."""
     check_group()
     mesh = _default_mesh() if options.mesh is None else options.mesh
+    check_is_mesh(mesh)
     check_kind(mesh.device_type)
     tally = Tally()
     axes = Axes(mesh, tally)

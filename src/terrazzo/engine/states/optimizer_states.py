@@ -127,11 +127,7 @@ class OptimizerStates:
         Raises:
             BadInput: where it is none, or of different parameters.
         """
-        if not (isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()):
-            raise BadInput(
-                f"optimizer.load_state_dict takes what optimizer.state_dict() gives, not {_described(state_dict)}. Of "
-                "a program's whole file that is one entry; tz.checkpoint.load(path, model, optimizer) reads all of it."
-            )
+        _check_form(state_dict)
         own, optimizer, edited = self._driver.kind.load_state_dict, self._optimizer, dict(state_dict)
         if own is not Optimizer.load_state_dict:
             raise BadInput(
@@ -142,6 +138,7 @@ class OptimizerStates:
         for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
             changed = before(optimizer, edited)
             edited = edited if changed is None else changed
+        _check_form(edited)
         sizes = [
             [len(group["params"]) for group in groups] for groups in (edited["param_groups"], optimizer.param_groups)
         ]
@@ -358,6 +355,30 @@ class _Whole(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._states)
+
+
+def _check_form(state_dict: Any) -> None:
+    """Refuse what does not have the form of an optimizer's state dict.
+
+    Raises:
+        BadInput: there.
+    """
+    if not (isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()):
+        raise BadInput(
+            f"optimizer.load_state_dict takes what optimizer.state_dict() gives, not {_described(state_dict)}. Of a "
+            "program's whole file that is one entry; tz.checkpoint.load(path, model, optimizer) reads all of it."
+        )
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    if not (isinstance(states, Mapping) and all(isinstance(each, Mapping) for each in states.values())):
+        raise BadInput(
+            f"optimizer.load_state_dict: 'state' is {_described(states)}, and is to have a dict for each parameter, by "
+            "number. Give what optimizer.state_dict() gave."
+        )
+    if not (isinstance(groups, list | tuple) and all(isinstance(g, Mapping) and "params" in g for g in groups)):
+        raise BadInput(
+            f"optimizer.load_state_dict: 'param_groups' is {_described(groups)}, and is to be a list of dicts with "
+            "'params'. Give what optimizer.state_dict() gave."
+        )
 
 
 def _described(value: Any) -> str:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from terrazzo.engine.offload.activations.offloaded_activations import OffloadedActivations
 from terrazzo.engine.plan.unit_choice import Units
-from terrazzo.engine.unit_forwards.layered_forward import Forward, surround, unit_modules
+from terrazzo.engine.unit_forwards.layered_forward import Forward, LayeredForward, surround, unit_modules
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.given_numbers import is_count
 from terrazzo.marks import is_sharded
@@ -58,19 +58,21 @@ def checkpoint_activations(
         offload: keep the units' inputs in host memory; see `offload.activations`.
 
     Raises:
-        BadInput: an unknown mode, operator or count, an offload without checkpointing, or `ops` in another mode than
-            `selective`.
+        BadInput: an unknown mode, operator or count, an offload without checkpointing, `ops` in another mode than
+            `selective`, or units that are checkpointed already.
         Misuse: a model that is sharded.
     """
     if any(map(is_sharded, model.modules())):
         raise Misuse("checkpoint_activations came after tz.shard: call it before, on the model that is to be sharded.")
     if mode not in CHECKPOINT_MODES:
         raise BadInput(
-            f"activation checkpointing {mode!r} does not exist.{did_you_mean(mode, CHECKPOINT_MODES)} Modes:"
+            f"activation checkpointing {mode!r} does not exist.{did_you_mean(str(mode), CHECKPOINT_MODES)} Modes:"
             f" {', '.join(CHECKPOINT_MODES)}."
         )
     if not is_count(every):
         raise BadInput(f"activation checkpointing on every {every!r}th unit: the count must be an integer, 1 or more.")
+    if ops is not None and (isinstance(ops, str) or not isinstance(ops, Sequence)):
+        raise BadInput(f"activation checkpointing: ops is {ops!r}; give names of operators in a list, such as ['mm'].")
     if ops is not None and mode != "selective":
         raise BadInput(
             f"activation checkpointing: ops {list(ops)} are kept by the mode 'selective' alone, and the mode is "
@@ -89,10 +91,21 @@ def checkpoint_activations(
     elif mode == "selective_half":
         context = _half_context
     offloading = OffloadedActivations() if offload else None
-    for module in unit_modules(model, units)[::every]:
+    modules = unit_modules(model, units)[::every]
+    if twice := next((module for module in modules if _is_checkpointed(module)), None):
+        raise BadInput(
+            f"checkpoint_activations came to a {type(twice).__name__} that is checkpointed already, and would run it "
+            "three times. Call it once for each unit: leave this call out, or name other units in one of the two."
+        )
+    for module in modules:
         surround(module, functools.partial(_checkpointed, context, offload))
         if offloading is not None:
             surround(module, offloading)
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    layers = module.forward.layers if isinstance(module.forward, LayeredForward) else ()
+    return any(isinstance(layer, functools.partial) and layer.func is _checkpointed for layer in layers)
 
 
 def _checkpointed(context: Callable[[], Any] | None, keeps_keywords: bool, forward: Forward) -> Forward:
@@ -157,7 +170,9 @@ def _half_context() -> Any:
 
 def _overloads(name: str) -> list[Any]:
     """An operator's variants: `a + b` calls `add.Tensor`, and `mm` has its `default` alone."""
-    packet: Any = getattr(torch.ops.aten, name, None)
+    packet: Any = getattr(torch.ops.aten, name, None) if isinstance(name, str) else None
     if not hasattr(packet, "overloads"):
-        raise BadInput(f"activation checkpointing: torch.ops.aten has no operator {name!r}.")
+        raise BadInput(
+            f"activation checkpointing: torch.ops.aten has no operator {str(name)!r}. Give names such as 'mm'."
+        )
     return [getattr(packet, overload) for overload in packet.overloads()]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.optim.stock.probe import OptimizerProbe
 from terrazzo.engine.optim.stock.settings import frozen
-from terrazzo.engine.optim.stock.stepper import Stepper, bare_copy, is_torchs, unhooked_step
+from terrazzo.engine.optim.stock.stepper import Stepper, bare_copy, is_driven, is_torchs, unhooked_step
 from terrazzo.engine.optim.stock.template import Template, Templates, has_values
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.precision import Precision
@@ -133,6 +133,12 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise BadInput(f"optimizer is a {name}; pass a torch.optim.Optimizer (to tz.shard also what builds one).")
+    if is_driven(optimizer):
+        raise BadInput(
+            f"This {name} has been sharded already, by tz.shard or tz.attach, and steps flat memory of that model "
+            "alone. Leave out the second call; for another model, or after release_optimizer(), build a new "
+            f"{name} over model.parameters() and give that."
+        )
     check_elementwise(optimizer)
     if not is_torchs(optimizer) and not all(map(has_values, optimizer.state.values())):
         raise BadInput(

@@ -63,6 +63,11 @@ def is_torchs(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith(("torch.optim.", "terrazzo.optim."))
 
 
+def is_driven(optimizer: Optimizer) -> bool:
+    """Whether it drives a sharded model, or has done so until that let go of it."""
+    return "_driver" in vars(optimizer)
+
+
 def bare_copy(optimizer: Optimizer) -> Optimizer:
     """One of its class with its states, and attributes of its own; it knows nothing of the model and has no hooks."""
     copied = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
