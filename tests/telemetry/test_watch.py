@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from terrazzo import cli
-from terrazzo.engine.runtime.system import boot_id
 from terrazzo.errors import BadInput
+from terrazzo.processes.system import boot_id
 from terrazzo.telemetry import FlightRecorder, LiveRanks, has_ended, lines_of, rows_of, screen_of
 from terrazzo.telemetry.log.records import GrowingLines
 from terrazzo.telemetry.steps.metrics import StepMetrics

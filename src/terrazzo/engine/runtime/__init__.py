@@ -1,4 +1,4 @@
-"""What the engine runs on: threads, the device, memory, what the system lets a process have, and torch's own dispatch.
+"""What the engine runs on: threads, the device, memory, the CPUs that a rank may use, and torch's own dispatch.
 
     calls          several calls of which none is left out; the one that does nothing
     weak           calls of what may be gone
@@ -9,7 +9,6 @@
     process_groups what torch knows of a process group: backends, timeout
     device         streams, events, pinned memory, the current device; alone says `torch.cuda`
     pages          large pages for big CPU buffers, and what fresh memory costs
-    system         what Linux says of the machine, of this process, and of the control groups whose limits hold for it
     topology       which CPUs a rank may use, and how many threads an update should have
     overrides      calls of torch that come to a class of tensors instead: which only ask, and what a user calls them
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from terrazzo.engine.runtime import device as devices
-from terrazzo.engine.runtime.system import SYS, control_groups, text_of
 from terrazzo.processes.cpus import allowed_cpus
+from terrazzo.processes.system import SYS, control_groups, text_of
 
 __all__ = [
     "bind_to",

@@ -38,7 +38,6 @@ from terrazzo.engine.plan.unit_choice import Units
 from terrazzo.engine.progress.denominator import Denominator
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.pages import keep_freed, keeps, return_freed
-from terrazzo.engine.runtime.system import boot_id
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.sharding.attach import put_on
@@ -46,6 +45,7 @@ from terrazzo.engine.sharding.initial_values import InitialValues
 from terrazzo.engine.sharding.prepare import OptimizerLike, Options, Prepared, prepare
 from terrazzo.engine.sharding.shared_parts_checks import exchanged_along
 from terrazzo.messages import listed, warn
+from terrazzo.processes.system import boot_id
 
 __all__ = ["estimate", "shard"]
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from terrazzo.engine.runtime.system import is_ending, is_stopped
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.launch.environment import RUN_ID
 from terrazzo.launch.launcher.labelled_output import LabelledOutput
 from terrazzo.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, Milestone
 from terrazzo.launch.stopping.received_signals import ReceivedSignals
+from terrazzo.processes.system import is_ending, is_stopped
 from terrazzo.processes.tether import interpreter_flags, tethered
 from terrazzo.telemetry.watchdog.evidence import Suspect
 from terrazzo.telemetry.watchdog.memory_kills import MemoryKills

@@ -32,10 +32,10 @@ from importlib.resources import files
 from typing import NamedTuple, TypeVar
 
 from terrazzo.engine.runtime import device as gpus
-from terrazzo.engine.runtime.system import control_groups, text_of
 from terrazzo.errors import BadInput
 from terrazzo.messages import ALL, nearest
 from terrazzo.processes.cpus import allowed_cpus
+from terrazzo.processes.system import control_groups, text_of
 
 __all__ = [
     "ARCHITECTURES",

@@ -14,7 +14,7 @@ from terrazzo.engine import Engine
 from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.instrumentation.recorder import Doing, Recorder
 from terrazzo.engine.instrumentation.traffic import Ledger
-from terrazzo.engine.runtime.system import boot_id
+from terrazzo.processes.system import boot_id
 from terrazzo.telemetry.flight.ring import (
     BEGINS,
     DONE,

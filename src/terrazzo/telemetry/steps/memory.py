@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from terrazzo.engine.runtime import device as devices
-from terrazzo.engine.runtime.system import SYS, control_groups, text_of
+from terrazzo.processes.system import SYS, control_groups, text_of
 
 __all__ = ["PeakMemory", "allowed_bytes", "available_host_bytes", "resident_bytes"]
 

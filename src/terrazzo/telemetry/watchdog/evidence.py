@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from terrazzo.engine.runtime.system import text_of
 from terrazzo.exit_codes import STALLED
+from terrazzo.processes.system import text_of
 from terrazzo.telemetry.flight.ring import EventKind, Flight
 from terrazzo.telemetry.flight.spans import TableNames
 from terrazzo.telemetry.log.exit_note import ExitNote, overrule_exit

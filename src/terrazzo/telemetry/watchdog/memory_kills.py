@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.engine.runtime.system import oom_kills
+from terrazzo.processes.system import oom_kills
 
 __all__ = ["MemoryKills"]
 

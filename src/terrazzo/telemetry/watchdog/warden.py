@@ -17,7 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from terrazzo.engine.runtime.system import (
+from terrazzo.exit_codes import FAILED, STALLED
+from terrazzo.processes.system import (
     birth_of,
     is_stopped,
     is_traced,
@@ -25,7 +26,6 @@ from terrazzo.engine.runtime.system import (
     state_of,
     waits_for_drive,
 )
-from terrazzo.exit_codes import FAILED, STALLED
 from terrazzo.telemetry.watchdog.evidence import Suspect, keep_evidence
 from terrazzo.telemetry.watchdog.memory_kills import MemoryKills
 from terrazzo.telemetry.watchdog.other_machines import OtherMachines

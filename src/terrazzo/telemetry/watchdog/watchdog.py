@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from terrazzo.engine.runtime.system import is_traced, processor_s, state_of, waits_for_drive
+from terrazzo.processes.system import is_traced, processor_s, state_of, waits_for_drive
 from terrazzo.telemetry.flight.ring import FlightEvent
 from terrazzo.telemetry.watchdog.rank_progress import RankProgress
 from terrazzo.telemetry.watchdog.repeated_stops import RepeatedStops

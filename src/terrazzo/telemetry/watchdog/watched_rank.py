@@ -22,11 +22,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from terrazzo.engine.runtime.system import birth_of, boot_id
 from terrazzo.exchange import gather_json
 from terrazzo.exit_codes import STALLED
 from terrazzo.hosts import open_listener, own_address
 from terrazzo.processes.ending import Ending, start_thread
+from terrazzo.processes.system import birth_of, boot_id
 from terrazzo.telemetry.flight.folder import FlightRecorder
 from terrazzo.telemetry.flight.recorder import RingRecorder
 from terrazzo.telemetry.log.torchrun_report import report_to_torchrun

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from terrazzo import checkpoint
 from terrazzo.config import Config
-from terrazzo.engine.runtime.system import boot_id
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.files import is_url, replace_file
+from terrazzo.processes.system import boot_id
 
 __all__ = [
     "ONE_HOST",

@@ -28,9 +28,9 @@ from torch import Tensor
 from terrazzo.engine.comm.host.rendezvous import Address, Listener, Met, connect
 from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.engine.runtime.system import boot_id, is_stopped
 from terrazzo.errors import ConnectionLost
 from terrazzo.processes.ending import Ending, leaves_to_parent
+from terrazzo.processes.system import boot_id, is_stopped
 
 __all__ = ["Memory", "Neighbour", "find_neighbours"]
 

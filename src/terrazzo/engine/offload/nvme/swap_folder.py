@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from terrazzo.engine.runtime.system import SYS, text_of
 from terrazzo.errors import BadInput
+from terrazzo.processes.system import SYS, text_of
 
 __all__ = ["free_bytes", "inspect_folder", "is_memory", "is_network", "mount_of", "require_folder"]
 

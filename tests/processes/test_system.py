@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from terrazzo.engine.runtime.system import (
+from terrazzo.processes.system import (
     is_ending,
     is_stopped,
     is_traced,
