@@ -129,6 +129,7 @@ class ShardedOptimizer(Optimizer):
         """Go on with what `scaler_state` gave, the same on every rank.
 
         Raises:
+            BadInput: for what it cannot have given, before anything is changed.
             Misuse: while gradients are accumulated, which have been multiplied by another scale.
         """
         self._driver.loss_scale.load_state(state, self._driver.accumulating)
