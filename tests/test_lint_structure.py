@@ -187,6 +187,17 @@ def test_a_package_names_its_modules(tmp_path: Path) -> None:
     assert _texts(few) == [text + "wire"]
 
 
+def test_a_map_has_each_part_below_what_it_imports(tmp_path: Path) -> None:
+    rows = "    errors      one\n    exit_codes  two\n\n    engine, nn  three\n"
+    init = f'"""Each imports from its own line and those above:\n\n{rows}"""\n'
+    parts = {"errors": "from terrazzo import exit_codes\n", "exit_codes": "", "words": ""}
+    assert _texts(_tree(tmp_path, __init__=init, **parts)) == [
+        "__init__.py:1: there is no 'nn'",
+        "__init__.py:1: the map does not name 'words'",
+        "__init__.py:1: the map has 'errors' above 'exit_codes', which terrazzo.errors imports",
+    ]
+
+
 def test_a_new_top_level_part_must_be_given_a_layer(tmp_path: Path) -> None:
     assert any("'utils' is in no layer" in text for text in _texts(_tree(tmp_path, utils="")))
 

@@ -8,11 +8,12 @@ Every ZeRO stage and FSDP strategy is a row of one table; see `tz.Plan`. What a 
 
 Packages and modules, from the ground up; each imports from its own line and those above:
 
+    exit_codes       with which code a process ends, and what that means
     errors           the error tree
     messages         what messages are made of; warnings
-    exit_codes       with which code a process ends, and what that means
-    words            words that configurations and code share
     given_numbers    what counts as a number among arguments
+    name_globs       which names a glob means
+    words            words that configurations and code share
     shell_command    how users start this package
     lazy             names that are imported when they are first asked for
     marks            attributes on objects of others
@@ -34,8 +35,8 @@ Packages and modules, from the ground up; each imports from its own line and tho
     telemetry        where the time of a step goes, and what ranks do
 
     launch           starts ranks, looks after them, starts them again
-    train            trains what a configuration describes
     integrations     Trainer, Accelerate, Lightning, DeepSpeed's and FSDP2's calls
+    train            trains what a configuration describes
     cli              the command line
 """
 

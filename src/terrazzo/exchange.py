@@ -96,7 +96,7 @@ def patiently(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
     this process waits for its own work no longer than `LAST_S`.
     """
     doing: Future[T] = Future()
-    start_thread("terrazzo-patiently", partial(_fulfil, doing, work), lambda: None).patience_s = LAST_S
+    start_thread("terrazzo-patiently", partial(_fulfil, doing, work), lambda: None, patience_s=LAST_S)
     while not all(gather_json(bool(wait([doing], ROUND_S).done))):
         pass
     return together(doing.result, failed)

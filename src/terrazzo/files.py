@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -67,8 +68,8 @@ def open_file_system(url: str, what: str) -> tuple[Any, str]:
 def replacing(path: Path, *, sync: bool) -> Iterator[Path]:
     """A hidden path beside `path` to write a file to, which replaces `path` when the block has succeeded.
 
-    Readers find the old file or the new one, each complete. A block that fails leaves nothing behind, and one that
-    leaves no file does not change `path`.
+    Readers find the old file or the new one, each complete, with the mode that the old one had. A block that fails
+    leaves nothing behind, and one that leaves no file does not change `path`.
 
     Args:
         sync: flush the new file to the disk before the rename, and the rename after it: a power failure then leaves the
@@ -79,6 +80,8 @@ def replacing(path: Path, *, sync: bool) -> Iterator[Path]:
         yield beside
         if not beside.exists():
             return
+        with contextlib.suppress(FileNotFoundError):
+            beside.chmod(stat.S_IMODE(path.stat().st_mode))
         if sync:
             _sync(beside, os.O_RDONLY)
         beside.replace(path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from terrazzo.errors import BadInput
@@ -169,10 +170,8 @@ _TIER_FORM = 'Write one of device, cpu, nvme, or shares of the units such as "cp
 
 
 @functools.cache
-def tier_shares(tier: str) -> dict[str, float]:
+def tier_shares(tier: str) -> Mapping[str, float]:
     """The share of the units in each tier, parsed from `cpu:0.7` or `nvme:0.5,cpu:0.3`; device first, nvme last.
-
-    The dict is cached: do not change it.
 
     Raises:
         BadInput: a part is not a tier or a share.
@@ -188,7 +187,7 @@ def tier_shares(tier: str) -> dict[str, float]:
     if total > 1 + 1e-9:
         raise BadInput(f"{tier!r} gives away {total:g} of the units, more than all. {_TIER_FORM}")
     given["device"] = given.get("device", 0.0) + 1 - total
-    return {known: given[known] for known in TIERS if given.get(known, 0) > 1e-9}
+    return MappingProxyType({known: given[known] for known in TIERS if given.get(known, 0) > 1e-9})
 
 
 def _share(text: str, tier: str) -> float:

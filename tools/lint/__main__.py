@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tools.lint.docstrings import check_module_lists
+from tools.lint.docstrings import check_map, check_module_lists
 from tools.lint.finalizers import find_waits
 from tools.lint.imports import check_imports
 from tools.lint.sizes import check_distribution, check_sizes
@@ -29,6 +29,7 @@ def check(root: Path, *, layered: bool) -> list[Finding]:
             *check_names(modules),
             *check_module_names(modules),
             *check_module_lists(modules, root.name),
+            *check_map(modules, root.name),
             *check_collectives(modules, root.name),
             *check_devices(modules, root.name),
             *find_waits(modules),

@@ -44,12 +44,12 @@ _IDLE_S, _PATIENCE_S, _LAST_PATIENCE_S = 0.01, 5.0, 3.0
 class Thread(threading.Thread):
     """See `start_thread`."""
 
-    def __init__(self, name: str, work: Callable[[], None], ask: Callable[[], object]) -> None:
+    def __init__(self, name: str, work: Callable[[], None], ask: Callable[[], object], patience_s: float) -> None:
         super().__init__(name=name, daemon=True)
         self._work: Callable[[], None] | None = work
         self._ask: Callable[[], object] | None = ask
         self._break_off: Callable[[], object] | None = None
-        self.patience_s, self.number = 60.0, next(_numbers)
+        self.patience_s, self.number = patience_s, next(_numbers)
 
     def run(self) -> None:
         assert self._work is not None
@@ -73,13 +73,14 @@ class Thread(threading.Thread):
             break_off()
 
 
-def start_thread(name: str, work: Callable[[], None], ask: Callable[[], object]) -> Thread:
+def start_thread(name: str, work: Callable[[], None], ask: Callable[[], object], *, patience_s: float = 60.0) -> Thread:
     """Start a thread that does `work`. The exit of the process waits for it.
 
     Args:
         ask: is called at exit, and asks the thread to end soon.
+        patience_s: for how long exit waits.
     """
-    thread = Thread(name, work, ask)
+    thread = Thread(name, work, ask, patience_s)
     _threads.add(thread)
     thread.start()
     return thread
