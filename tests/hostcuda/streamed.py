@@ -1,4 +1,4 @@
-"""Replicas whose fragments are exchanged beside training, on the simulated device and on the host, in the same ranks."""
+"""Replicas whose fragments are exchanged beside training, on the simulated device and on the host, in one process."""
 
 from __future__ import annotations
 
