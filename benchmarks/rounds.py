@@ -4,7 +4,7 @@ Two network namespaces of this machine stand for two nodes of one gloo rank each
 model and the batches of `examples/quickstart.yaml`. The ways to train take turns, each of whole rounds, so that what
 else the machine does is in all of them; what is printed are medians over turns, of the slower node. On a machine with
 other work steps take longer and links do not, so that rates beside `alone` come out too good: there, look at "idle",
-which is computed from the CPU time of steps, and from how long the link was waited for while both nodes were there.
+which is computed from the CPU time of a step alone, and from how long the link was waited for with both nodes there.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def table(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> str:
         waited = median(rank[name]["waited"] for turn in turns for rank in turn) / steps
         share = median(its / local for its, local in zip(rates, alone, strict=True))
         sent = ranks[0][0][name]["sent"] / steps / 1e6
-        numbers = [step, cpu, waited, alone_cpu / (cpu + waited), sent]
+        numbers = [step, cpu, waited, alone_cpu / (alone_cpu + waited), sent]
         cells = [name, f"{median(rates):,.0f}", f"{share:.2f}", *(f"{number:.3f}" for number in numbers)]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
