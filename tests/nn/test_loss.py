@@ -186,6 +186,8 @@ def test_a_gradient_with_a_graph_is_refused() -> None:
         ({"token_weights": torch.zeros(3)}, r"token_weights of shape \(3,\)"),
         ({"token_weights": torch.ones(N).requires_grad_()}, r"token_weights\.detach\(\)"),
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
+        ({"label_smoothing": True}, "label_smoothing is True; it must be a number"),
+        ({"z_loss": "a"}, "z_loss is 'a'; it must be a number"),
         ({"z_loss": -1.0}, "z_loss is -1.0"),
         ({"softcap": 0.0}, "softcap is 0.0"),
         ({"rows": 0}, "rows is 0"),

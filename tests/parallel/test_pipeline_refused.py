@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -180,6 +181,66 @@ def test_a_forward_that_is_no_line(kind, message):
         tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
 
     with pytest.raises(tz.BadInput, match=message):
+        run_in_threads(2, body)
+
+
+class ByName(nn.Module):
+    """Called by name, with a mask before its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.map(x) * mask
+
+
+class Masked(Between):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ByName() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(mask=torch.ones(4), x=x)
+        return x
+
+
+def test_modules_may_be_given_what_goes_through_them_behind_other_names() -> None:
+    base = Masked()
+    rows = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(2)]
+    wanted = sum(F.mse_loss(base(x), y) for x, y in rows)
+
+    def body(rank: int) -> Tensor:
+        model, _ = sharded(copy.deepcopy(base), LINE)
+        return tz.step(model, rows, F.mse_loss)
+
+    for loss in run_in_threads(2, body):
+        torch.testing.assert_close(loss, wanted.detach())
+
+
+class Reentrant(Between):
+    """Asks for gradients of its input, or of that of each layer, as such checkpoints need."""
+
+    def __init__(self, each: bool) -> None:
+        super().__init__()
+        self.each = each
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x.requires_grad_() if self.each else x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_checkpoints_that_cut_a_stage_off_are_named(each: bool) -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Reentrant(each), LINE)
+        tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
+
+    with pytest.raises(tz.Misuse, match="use_reentrant=False"):
         run_in_threads(2, body)
 
 

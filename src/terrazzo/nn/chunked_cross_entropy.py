@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.errors import BadInput
-from terrazzo.given_numbers import is_count
+from terrazzo.given_numbers import is_count, is_number
 from terrazzo.nn.single_backward import check_no_graph
 from terrazzo.nn.vocabulary_parts import VocabularyParts, places_in_part, softmax_terms
 
@@ -151,12 +151,17 @@ class _Loss:
     def check(self) -> None:
         """Raise `BadInput` for a number outside of its range."""
         for name, value, fine, range_ in (
-            ("label_smoothing", self.smoothing, 0 <= self.smoothing < 1, "at least 0 and below 1"),
-            ("z_loss", self.z_loss, 0 <= self.z_loss < math.inf, "at least 0"),
-            ("softcap", self.softcap, self.softcap is None or 0 < self.softcap < math.inf, "above 0, or None"),
+            ("label_smoothing", self.smoothing, _is_within(self.smoothing, 0, 1), "at least 0 and below 1"),
+            ("z_loss", self.z_loss, _is_within(self.z_loss, 0, math.inf), "at least 0"),
+            (
+                "softcap",
+                self.softcap,
+                self.softcap is None or _is_within(self.softcap, _TINY, math.inf),
+                "above 0, or None",
+            ),
         ):
             if not fine:
-                raise BadInput(f"linear_cross_entropy: {name} is {value}; it must be {range_}.")
+                raise BadInput(f"linear_cross_entropy: {name} is {value!r}; it must be a number, {range_}.")
 
     def __call__(self, logits: Tensor, targets: Tensor, scale: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
         """The weighted loss of each token, and the gradient of `logits`, `[rows, part of the vocabulary]`."""
@@ -230,6 +235,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         sums += torch.mm(factors, right, out_dtype=total.dtype) if left.is_cuda else factors @ right
 
 
+def _is_within(value: object, least: float, below: float) -> bool:
+    return is_number(value) and least <= value < below
+
+
+_TINY = math.ulp(0.0)
+"""The least number above 0."""
+
+
 def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None) -> None:
     if hidden.dtype != weight.dtype or hidden.dtype not in (torch.float32, torch.bfloat16, torch.float64):
         raise BadInput(
@@ -237,10 +250,10 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, token_weight
             "fp64. Gradients of fp16 are formed before its loss scale is known: compute logits, and "
             "torch's cross_entropy of them."
         )
-    if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
+    if weight.dim() != 2 or 0 in weight.shape[:1] or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
         raise BadInput(
             f"linear_cross_entropy was given hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}: it takes "
-            "[..., dim] and [vocabulary, dim]."
+            "[..., dim] and [vocabulary, dim], of one token of the vocabulary or more."
         )
     for name, each in (("targets", targets), ("token_weights", token_weights)):
         if each is not None and each.shape != hidden.shape[:-1]:

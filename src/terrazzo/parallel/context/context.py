@@ -69,7 +69,7 @@ class Context:
         self.chunks = Chunks(self.ranks.size, cast(Balance, balance))
         self.rank, self.size, self._tp = self.ranks.rank, self.ranks.size, tp
         self._is_split = True
-        self._same = SameSequences(self.ranks, is_compared=self.is_simulated)
+        self._same = SameSequences(self.ranks, skips=self.is_simulated)
         self._places = DocumentPlaces(self.ranks, self.chunks, gathers=mode == "ulysses")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -188,9 +188,9 @@ class Context:
                 f"A mask was asked for with a prefix and a window of {window} tokens, beyond which a prompt would see"
                 " nothing of itself: give one of the two."
             )
+        self.check_positions(positions)
         if self.is_split and positions is not None:
             self._same.compare()
-        if self.is_split:
             self._check_parts(positions, tokens, window)
         if prefix is not None and prefix.shape[1] != tokens:
             raise Misuse(
@@ -275,13 +275,20 @@ class Context:
                 " these tokens, where they are split and where they are whole."
             )
 
-    def _check_parts(self, positions: Tensor | None, tokens: int, window: int | None) -> None:
-        if positions is None:
+    def check_positions(self, positions: Tensor | None) -> None:
+        """Refuse parts of sequences without positions.
+
+        Raises:
+            Misuse: there.
+        """
+        if positions is None and self.is_split and not self.is_simulated:
             raise Misuse(
                 f"The model shares each sequence with {self.size - 1} other ranks, and was given tokens without"
                 " position_ids, so it cannot know which part they are. Pass the positions that context.split(...) or"
                 " context.positions(...) gives; where every rank has whole sequences, call it inside context.unsplit()."
             )
+
+    def _check_parts(self, positions: Tensor, tokens: int, window: int | None) -> None:
         if positions.shape[1] != tokens:
             raise Misuse(
                 f"The model was given {tokens} tokens of each sequence and positions of {positions.shape[1]}: split"

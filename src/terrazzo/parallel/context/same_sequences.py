@@ -18,16 +18,16 @@ class SameSequences:
     """What the ranks have split first, which they compare once, where their first exchange would begin.
 
     Args:
-        is_compared: nothing is compared, as where there are no other ranks.
+        skips: nothing is compared, as where there are no other ranks.
     """
 
-    def __init__(self, ranks: AxisRanks, is_compared: bool) -> None:
-        self._ranks, self._is_compared = ranks, is_compared
+    def __init__(self, ranks: AxisRanks, skips: bool) -> None:
+        self._ranks, self._skips = ranks, skips
         self._first: tuple[int, str] | None = None  # in a number and in words
 
     def note(self, whole: Sequence[Tensor]) -> None:
         """These are split now."""
-        if self._first is None and not self._is_compared:
+        if self._first is None and not self._skips:
             self._first = fingerprint_of(whole), inputs_as_text(whole)
 
     def compare(self) -> None:
@@ -36,7 +36,7 @@ class SameSequences:
         Raises:
             RanksApart: on every rank, where it differs.
         """
-        if torch.compiler.is_compiling() or self._is_compared:
+        if torch.compiler.is_compiling() or self._skips:
             return
         number, words = self._first or (0, "none by context.split")
         if not self._ranks.agree_on(number):
@@ -44,4 +44,4 @@ class SameSequences:
                 f"The ranks along cp were given other sequences (here {words}), and each has a part of the same ones:"
                 f" give all of them the same batches, {DRAWN_BY_DATA_RANK}"
             )
-        self._is_compared, self._first = True, None
+        self._skips, self._first = True, None

@@ -113,8 +113,7 @@ class _Checks:
                 "The model was given labels, which it would shift inside of this rank's part of the sequence. Shift"
                 " targets first, then split them with context.split(...), and compute the loss from the logits."
             )
-        if kwargs.get("position_ids") is None:
-            self.context.mask(None, 0)
+        self.context.check_positions(kwargs.get("position_ids"))
 
 
 def _attention(  # structure: signature fixed by transformers

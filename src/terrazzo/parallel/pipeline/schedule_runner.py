@@ -191,7 +191,7 @@ class ScheduleRunner:
                 f"which begins with {self.stages.line[first]!r}: the model detaches what goes into it, or does not use "
                 "it there, and the stages before would be trained on zeros. In the place of that freeze what is in "
                 "front with requires_grad_(False), and choose tz.Pipeline(split=[...]) whose first stage trains a "
-                "module too."
+                "module too. " + _REENTRANT
             )
 
     def _receive(self, action: Action) -> Tensor | None:
@@ -239,7 +239,8 @@ class ScheduleRunner:
             if not result.requires_grad:
                 raise Misuse(
                     f"What stage {action.stage + 1} of the pipeline returns does not depend on a parameter that is "
-                    "trained: no gradient would come back to it. Check that the model detaches nothing on its way."
+                    "trained: no gradient would come back to it. Check that the model detaches nothing on its way. "
+                    + _REENTRANT
                 )
             self._forwards[action.stage, action.micro_batch] = _ForwardState(
                 received, grads, result, self._auxiliary_losses(action.stage)
@@ -287,6 +288,10 @@ class ScheduleRunner:
             self.messages.ask_for(action, state.result)
 
 
+_REENTRANT = (
+    "If it calls torch.utils.checkpoint, give that use_reentrant=False: else no gradient goes through what it runs, "
+    "where a stage receives its input."
+)
 _OF_ONE_STAGE = (
     "loss_fn runs on the ranks of the last stage, whose parameters alone are here. Compute what is trained inside of "
     "the model's forward; a penalty on weights is exact as the optimizer's weight_decay, or by "

@@ -13,7 +13,7 @@ where it computes nothing between: each input is checked to be the tensor that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class _ModuleCall:
                 "calls them, or a module around those that belong together."
             )
         running.come_to += 1
-        values = args[0] if args else next(iter(kwargs.values()), None)
+        values = args[0] if args else self._named(kwargs)
         if self.place > 0 and (self.place <= first or self.place >= end):
             self._check(values)
         if self.place >= end:
@@ -63,6 +63,11 @@ class _ModuleCall:
             running.values = _counted(running.values)
         running.version = _version_of(running.values)
         return running.values
+
+    def _named(self, kwargs: Mapping[str, Any]) -> Any:
+        """Of what a module is given by name, what the module before has returned; else what is named first."""
+        given = list(kwargs.values())
+        return next((each for each in given if _is_all_of(each, self.stages.running.values)), next(iter(given), None))
 
     def _check(self, values: Any) -> None:
         """Refuse what is not the tensor that the module before has returned."""
