@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.process_groups import backends_by_device, timeout_s_of
-from terrazzo.errors import BY_NAME, SaveFailed, TerrazzoError
+from terrazzo.errors import BY_NAME, RanksApart, SaveFailed, TerrazzoError
 from terrazzo.processes.ending import start_thread
 
-__all__ = ["agree", "broadcast_json", "gather_json", "on_first", "patiently", "timeout_s", "together"]
+__all__ = ["agree", "broadcast_json", "gather_json", "on_first", "patiently", "require_alike", "timeout_s", "together"]
 
 ROUND_S = 1.0
 """Seconds between two rounds in which the ranks of `patiently` ask whether all are done."""
@@ -73,6 +73,25 @@ def timeout_s() -> float:
 def agree(problem: str | None) -> str | None:
     """The first rank's problem, on every rank; None when no rank has one. Collective."""
     return next((other for other in gather_json(problem) if other is not None), None)
+
+
+def require_alike(told: Mapping[str, str]) -> None:
+    """Refuse what ranks were told differently, before they go different ways. Collective.
+
+    Args:
+        told: each argument, in words; the same arguments on every rank.
+
+    Raises:
+        RanksApart: on every rank, with the first argument that differs, and two ranks that have it so.
+    """
+    first, *others = gather_json(dict(told))
+    for name, value in first.items():
+        for rank, other in enumerate(others, 1):
+            if other[name] != value:
+                raise RanksApart(
+                    f"The ranks were told different things: {name} is {value} on rank 0 and {other[name]} on rank"
+                    f" {rank}. Give every rank the same."
+                )
 
 
 def together(work: Callable[[], T], failed: type[TerrazzoError]) -> T:

@@ -21,8 +21,9 @@ from torch import nn
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint import step_path
+from terrazzo.checkpoint.loading.load import restore
 from terrazzo.checkpoint.storage.local import LocalStore
-from terrazzo.errors import BadInput, Damaged
+from terrazzo.errors import BadInput, Damaged, RanksApart
 from tests.checkpoint import faults
 from tests.checkpoint.faults import Call, sampled, tapped_for_all
 from tests.checkpoint.subject import State, build, differences, fast_folder, put, save, state_of
@@ -455,11 +456,25 @@ def test_a_checkpoint_that_cannot_be_listed_is_not_passed_over(root: Path) -> No
     run_in_threads(2, body)
 
 
-def test_ranks_that_see_different_checkpoints(root: Path) -> None:
+def test_ranks_that_are_told_or_see_different_things(root: Path) -> None:
+    """Nothing is loaded: a rank without optimizer states, or with those of another step, trains on without a word."""
+
     def body(rank: int) -> None:
         patient = Patient()
+        model, optimizer, path = patient.model, patient.optimizer, step_path(root, 1)
+        with pytest.raises(RanksApart, match="optimizer is given on rank 0 and None on rank 1"):
+            checkpoint.load(path, model, None if rank else optimizer)
+        with pytest.raises(RanksApart, match="cast is False on rank 0 and True on rank 1"):
+            checkpoint.load(path, model, optimizer, cast=bool(rank))
+        with pytest.raises(RanksApart, match=f"the checkpoint is '{path}' on rank 0 and '{step_path(root, 2)}' on rank"):
+            checkpoint.load(step_path(root, rank + 1), model, optimizer)
+        torch.save({"a": torch.ones(1)}, foreign := root / f"{rank}.pt")  # of a format whose contents have no identity
+        with pytest.raises(RanksApart, match=r"0\.pt' on rank 0 and '.*1\.pt' on rank 1"):
+            checkpoint.load(foreign, model, None)
+        source = checkpoint.open_source(path)
+        source.identity += str(rank)  # as of hosts that show other contents under one path
         with pytest.raises(Damaged, match="do not see the same checkpoint"):
-            checkpoint.load(step_path(root, rank + 1), patient.model, patient.optimizer)
+            restore(source, model, optimizer)
         assert differences(state_of(patient.model, patient.optimizer), patient.before) == []
 
     run_in_threads(2, body)

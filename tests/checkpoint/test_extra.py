@@ -89,6 +89,25 @@ def test_ranks_that_give_other_values_are_refused_by_key_and_the_first_may_give_
     run_in_threads(2, body)
 
 
+def test_ranks_that_ask_for_other_saves_are_refused_before_they_go_different_ways(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = built()
+        for path, given, run, words in (
+            ("a", None if rank else optimizer, "", "optimizer is given on rank 0 and None on rank 1"),
+            ("a", optimizer, str(rank), "run is '0' on rank 0 and '1' on rank 1"),
+            (str(rank), optimizer, "", "the checkpoint's name is '0' on rank 0 and '1' on rank 1"),
+        ):
+            with pytest.raises(RanksApart, match=words):
+                checkpoint.save(tmp_path / path, model, given, run=run)
+            with checkpoint.Saver(model, given, run=run) as saver, pytest.raises(RanksApart, match=words):
+                saver.save(tmp_path / path, {})
+        with pytest.raises(BadInput, match="path of a checkpoint, .* is the int 3: give text"):
+            checkpoint.save(3, model, optimizer)  # type: ignore[arg-type]
+
+    run_in_threads(2, body)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_plain_values_come_back_as_they_were(tmp_path: Path) -> None:
     given = {
         "step": 7,

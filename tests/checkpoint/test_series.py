@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -320,20 +319,6 @@ def test_another_format_behind_a_url_is_not_read_and_said() -> None:
         with pytest.raises(BadInput, match="of other formats are read from local paths only: copy"):
             look("memory://terrazzo-foreign/a")
     memory.rm("/terrazzo-foreign", recursive=True)
-
-
-def test_ranks_that_see_different_checkpoints_are_told(tmp_path: Path) -> None:
-    save_steps(tmp_path / "0", 1)
-    save_steps(tmp_path / "1", 1)
-    shutil.rmtree(tmp_path / "1" / "step-00000001")
-    save_steps(tmp_path / "1", 1, run="another")
-
-    def body(rank: int) -> None:
-        model, optimizer = built()
-        with pytest.raises(Damaged, match="do not see the same checkpoint"):
-            checkpoint.load(tmp_path / str(rank) / "step-00000001", model, optimizer)
-
-    run_in_threads(2, body)
 
 
 def test_a_store_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

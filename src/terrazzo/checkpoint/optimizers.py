@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from terrazzo.engine import ShardedOptimizer, engine_of
 from terrazzo.errors import BadInput
 
-__all__ = ["Optimizers", "check_optimizers", "optimizer_name", "scaler_of"]
+__all__ = ["Optimizers", "check_optimizers", "optimizer_name", "presence", "scaler_of"]
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 """The model's optimizer, all of them where it has several, or None for the weights alone."""
@@ -30,6 +30,11 @@ def check_optimizers(model: torch.nn.Module, optimizer: Optimizers) -> None:
             f" is {_named(own)}. Give all of its optimizers, as tz.shard and tz.attach returned them, or None for the "
             "weights alone."
         )
+
+
+def presence(optimizer: Optimizers) -> str:
+    """Whether there is any, in words that ranks compare."""
+    return "None" if optimizer is None else "given"
 
 
 def optimizer_name(model: torch.nn.Module) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ class Source(ABC):
         notes: what of the weights, and of plain values, is not taken over and why, a line each.
         optimizer_notes: likewise of the optimizer.
         file_notes: likewise of further files, which the library that wrote them reads itself.
-        identity: equal for equal contents, where the format tells; ranks compare what they see by it.
+        identity: equal for equal contents, where the format tells, else for one path; ranks compare what they see by it.
         cache: equal for processes whose reads come from the same memory, one kernel's; None where that is not known.
         advance: hears how many bytes more were read, from what reads a whole checkpoint; nobody does unless it is set.
     """
@@ -123,7 +124,7 @@ class Source(ABC):
         self.notes: list[str] = []
         self.optimizer_notes: list[str] = []
         self.file_notes: list[str] = []
-        self.identity = ""
+        self.identity = os.path.realpath(where)
         self.cache: list[Any] | None = None
         self.advance: Callable[[int], None] = lambda count_bytes: None
 

@@ -18,7 +18,7 @@ from terrazzo.checkpoint.importers import open_foreign
 from terrazzo.checkpoint.importers.parts.numbering import NameGroups
 from terrazzo.checkpoint.loading.misfits import ROUNDED, fitted_groups, misfits, unkept, unstepped
 from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
-from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_of
+from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, presence, scaler_of
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.storage.places import store_and_name
@@ -35,7 +35,7 @@ from terrazzo.engine import (
 )
 from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged, Misuse
-from terrazzo.exchange import gather_json, together
+from terrazzo.exchange import gather_json, require_alike, together
 from terrazzo.files import is_url
 from terrazzo.messages import listed, printable, warn
 
@@ -133,8 +133,10 @@ def load(
     Raises:
         Damaged: what is there is not what was written; the message names the file, the tensor and the bytes.
         BadInput: the checkpoint does not fit the model or optimizer; of each kind of difference three are named.
+        RanksApart: ranks give other arguments.
     """
-    trained, groups = (None, []) if optimizer is None else (model, own_groups(model))
+    groups = own_groups(model)  # before it is known that all ranks give an optimizer, or none
+    trained = None if optimizer is None else model
     source = together(lambda: open_source(path, trained, groups), Misuse)
     restore(source, model, optimizer, cast=cast)
     warn_of_notes(source, source.all_notes if optimizer is not None else [*source.notes, *source.file_notes])
@@ -149,21 +151,28 @@ def warn_of_notes(source: Source, notes: Sequence[str]) -> None:
 
 def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, cast: bool = False) -> None:
     """What `load` does with an opened checkpoint, of whose notes the caller warns. Collective."""
+    require_alike({"optimizer": presence(optimizer), "cast": str(cast)})
     together(lambda: check_optimizers(model, optimizer), Misuse)
     known = parameter_table(model)
-    seen = gather_json([source.identity, source.cache])
-    if len({identity for identity, _ in seen}) > 1:
-        raise Damaged(f"The ranks do not see the same checkpoint '{source.where}': is the file system shared?")
+    beside = _readers_of_one(source)
     problems = functools.partial(misfits, source, model, known, optimizer is not None, cast)
     together(lambda: _check_fit(source, [*problems()]), Misuse)
     together(lambda: _check_generators(source), Misuse)
-    beside = [rank for rank, (_, cache) in enumerate(seen) if cache is not None and cache == source.cache]
     together(lambda: _check_bytes(source, optimizer is not None, beside), Misuse)
     all_or_none = functools.partial(together, failed=Misuse)
     ModelState(model).restore(_SourceReader(source, model), optimizer is not None, all_or_none)
     together(lambda: _restore_rest(source, model, known if optimizer is not None else None), Misuse)
     if optimizer is not None and dist.get_rank() == 0:
         _warn_of_what_is_left(source, model, known)
+
+
+def _readers_of_one(source: Source) -> list[int]:
+    """The ranks that read it from the same memory as this one, once it is sure that all have the same. Collective."""
+    seen = gather_json([source.identity, source.cache])
+    if len({identity for identity, _ in seen}) > 1:
+        require_alike({"the checkpoint": f"'{source.where}'"})
+        raise Damaged(f"The ranks do not see the same checkpoint '{source.where}': is the file system shared?")
+    return [rank for rank, (_, cache) in enumerate(seen) if cache is not None and cache == source.cache]
 
 
 def _warn_of_what_is_left(source: Source, model: torch.nn.Module, known: Sequence[TableRow]) -> None:

@@ -13,7 +13,7 @@ from terrazzo.exchange import gather_json
 from terrazzo.given_numbers import is_count
 from terrazzo.messages import listed
 
-__all__ = ["check_extra", "require_alike", "text_problem"]
+__all__ = ["check_extra", "require_same_extra", "text_problem"]
 
 _DEPTH = 100
 """Levels of lists and dicts. What writes manifests stops at some 250, when every rank has written its file."""
@@ -48,7 +48,7 @@ def check_extra(extra: object) -> None:
         raise BadInput(f"extra['step'] is {step!r}: give a whole number of finished steps.")
 
 
-def require_alike(extra: dict[str, Any]) -> None:
+def require_same_extra(extra: dict[str, Any]) -> None:
     """Refuse values that differ between ranks, since a checkpoint has one of each. Collective.
 
     Ranks that give none take the first one's.

@@ -43,7 +43,8 @@ def save(
     Raises:
         BadInput: `path` exists, `extra` holds what JSON does not give back as it is, a module's `get_extra_state`
             gives something other than None, or `optimizer` is not what steps the model.
-        RanksApart: ranks give other values in `extra`; nothing has been written.
+        RanksApart: ranks give other values in `extra`, another `run` or name, or an optimizer on some of them alone;
+            nothing has been written.
         SaveFailed: a rank could not write its part; nothing is visible under the name `path`.
     """
     _write(take(path, model, optimizer, extra or {}, run))

@@ -15,9 +15,9 @@ from torch import Tensor
 from terrazzo.checkpoint.format.manifest import DTYPES, Manifest, head, index_space
 from terrazzo.checkpoint.format.rank_layout import FileEntry, TilePlace, arrange
 from terrazzo.checkpoint.format.seal import seal_of
-from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
+from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, presence, scaler_of
 from terrazzo.checkpoint.rng import capture_rng
-from terrazzo.checkpoint.saving.extra import check_extra, require_alike, text_problem
+from terrazzo.checkpoint.saving.extra import check_extra, require_same_extra, text_problem
 from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.storage.places import check_new, store_and_name
@@ -33,7 +33,7 @@ from terrazzo.engine import (
     persistent_buffers,
 )
 from terrazzo.errors import BadInput
-from terrazzo.exchange import broadcast_json, together
+from terrazzo.exchange import broadcast_json, require_alike, together
 from terrazzo.words import DTYPE_FIELDS
 
 __all__ = ["Snapshot", "take"]
@@ -68,11 +68,13 @@ def take(
     Raises:
         BadInput: `path` exists, `extra` holds what JSON does not give back, a module has a state of its own beside
             parameters and buffers, or `optimizer` is not what steps the model.
-        RanksApart: `extra` is not alike.
+        RanksApart: ranks give other values, an optimizer on some of them, or other names.
     """
     together(lambda: _check(path, extra, run), BadInput)
+    store, name = store_and_name(path)
+    require_alike({"the checkpoint's name": f"'{name}'", "run": repr(run), "optimizer": presence(optimizer)})
     if alike:
-        require_alike(extra)
+        require_same_extra(extra)
     together(lambda: check_no_extra_state(model), BadInput)
     together(lambda: check_optimizers(model, optimizer), BadInput)
     collect_buffers(model)
@@ -88,7 +90,6 @@ def take(
         groups = _optimizer(model, listed) if optimizer is not None else None
         return _common(model, listed, {"optimizer": groups, "extra": extra}, run)
 
-    store, name = store_and_name(path)
     job = SaveJob(
         store=store.where,
         name=name,

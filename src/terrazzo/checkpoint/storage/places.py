@@ -16,6 +16,7 @@ __all__ = ["check_new", "open_store", "store_and_name"]
 
 def open_store(where: str | os.PathLike[str]) -> CheckpointStore:
     """A local folder, or what fsspec finds behind a URL such as `s3://bucket/runs/a`."""
+    _check_type(where)
     if is_url(where):
         return RemoteStore(str(where))
     return LocalStore(Path(where))
@@ -23,11 +24,20 @@ def open_store(where: str | os.PathLike[str]) -> CheckpointStore:
 
 def store_and_name(path: str | os.PathLike[str]) -> tuple[CheckpointStore, str]:
     """The store that a checkpoint is in, and its name there."""
+    _check_type(path)
     if is_url(path):
         parent, _, name = str(path).rstrip("/").rpartition("/")
         return open_store(parent), name
     absolute = Path(path).absolute()
     return open_store(absolute.parent), absolute.name
+
+
+def _check_type(path: object) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise BadInput(
+            f"The path of a checkpoint, or of a folder of them, is the {type(path).__name__} {path!r:.80}: give text,"
+            " such as 'runs/a/step-00000100'."
+        )
 
 
 def check_new(path: str | os.PathLike[str]) -> None:
