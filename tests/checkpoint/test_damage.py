@@ -466,7 +466,9 @@ def test_ranks_that_are_told_or_see_different_things(root: Path) -> None:
             checkpoint.load(path, model, None if rank else optimizer)
         with pytest.raises(RanksApart, match="cast is False on rank 0 and True on rank 1"):
             checkpoint.load(path, model, optimizer, cast=bool(rank))
-        with pytest.raises(RanksApart, match=f"the checkpoint is '{path}' on rank 0 and '{step_path(root, 2)}' on rank"):
+        with pytest.raises(
+            RanksApart, match=f"the checkpoint is '{path}' on rank 0 and '{step_path(root, 2)}' on rank"
+        ):
             checkpoint.load(step_path(root, rank + 1), model, optimizer)
         torch.save({"a": torch.ones(1)}, foreign := root / f"{rank}.pt")  # of a format whose contents have no identity
         with pytest.raises(RanksApart, match=r"0\.pt' on rank 0 and '.*1\.pt' on rank 1"):

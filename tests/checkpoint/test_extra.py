@@ -101,7 +101,7 @@ def test_ranks_that_ask_for_other_saves_are_refused_before_they_go_different_way
                 checkpoint.save(tmp_path / path, model, given, run=run)
             with checkpoint.Saver(model, given, run=run) as saver, pytest.raises(RanksApart, match=words):
                 saver.save(tmp_path / path, {})
-        with pytest.raises(BadInput, match="path of a checkpoint, .* is the int 3: give text"):
+        with pytest.raises(BadInput, match=r"path of a checkpoint, .* is the int 3: give text"):
             checkpoint.save(3, model, optimizer)  # type: ignore[arg-type]
 
     run_in_threads(2, body)

@@ -171,12 +171,19 @@ def test_numbers_are_in_the_order_of_the_runs_own_groups(tmp_path: Path, groups:
         run_in_threads(1, body)
 
 
-def test_groups_that_fit_in_each_others_place_are_refused(tmp_path: Path) -> None:
+def test_groups_that_fit_in_another_order_are_refused(tmp_path: Path) -> None:
     net, optimizer = layers_last_first(groups=True)
     steps(net, optimizer, 1)
     program = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    with pytest.raises(BadInput, match=r"one could be 0\.weight or 1\.weight.*run with the same param groups"):
+    with pytest.raises(BadInput, match=r"one could be 2\.weight or 3\.weight.*run with the same param groups"):
         imported(tmp_path, program, names_of(net))
+    net = nn.ParameterList([torch.ones(size) for size in (3, 5) * 3])
+    rotated = [{"params": [*net[:2]]}, {"params": [*net[2:5]]}, {"params": [*net[5:]]}]  # each moves, or none fits
+    optimizer = torch.optim.AdamW(rotated)
+    sum(each.sum() for each in net).backward()
+    optimizer.step()
+    with pytest.raises(BadInput, match="one could be 0 or 4"):
+        imported(tmp_path, {"model": net.state_dict(), "optimizer": optimizer.state_dict()}, names_of(net))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +271,9 @@ def test_what_is_not_taken_over_is_named_as_it_is_loaded(tmp_path: Path) -> None
         assert torch.equal(tz.full_state_dict(model, keep=True)["weight"], net.weight.detach())
         assert own.param_groups[0]["lr"] == 0.5
 
-    with pytest.warns(UserWarning, match="taken over in part: words of weight, of the optimizer.*no tensor") as caught:
+    with pytest.warns(
+        UserWarning, match="Of the checkpoint .*: words of weight, of the optimizer.*no tensor"
+    ) as caught:
         run_in_threads(2, body)
     assert len(caught) == 1  # of rank 0
 
@@ -279,7 +288,7 @@ def test_what_is_left_out_of_the_weights_is_named_without_an_optimizer_too(tmp_p
         model, _ = tz.shard(nn.Linear(2, 3), None, "zero1")
         load(tmp_path / "file.pt", model, None)
 
-    with pytest.warns(UserWarning, match="taken over in part: _extra_state of the model is not.*") as caught:
+    with pytest.warns(UserWarning, match="Of the checkpoint .*: _extra_state of the model is not.*") as caught:
         run_in_threads(1, body)
     assert "optimizer" not in str(caught[0].message)
 

@@ -362,6 +362,42 @@ def test_a_shared_buffer_is_saved_once_and_found_under_either_name(tmp_path: Pat
     run_in_threads(2, body)
 
 
+def pair(tied: bool) -> Trained:
+    with exclusive():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if tied:
+        model[1].weight = model[0].weight
+    return tz.shard(model, torch.optim.AdamW(model.parameters()), plan="zero3", units=[nn.Linear])
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_weights_that_were_tied_come_apart_with_a_warning_and_are_not_tied_on_loading(
+    tmp_path: Path, given: bool
+) -> None:
+    """As torch's own state dicts have them: the same values under both names."""
+
+    def body(rank: int) -> None:
+        trained = {tied: pair(tied) for tied in (True, False)}
+        for tied, (model, optimizer) in trained.items():
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            checkpoint.save(tmp_path / str(tied), model, optimizer, {})
+        model, optimizer = trained[False]
+        checkpoint.load(tmp_path / "True", model, optimizer if given else None)
+        with tz.gathered(model) as apart, tz.gathered(trained[True][0]) as tied_ones:
+            assert torch.equal(apart["0.weight"], apart["1.weight"])
+            assert torch.equal(apart["0.weight"], tied_ones["0.weight"])
+        model, optimizer = trained[True]
+        with pytest.raises(BadInput, match=r"not in the model: 1\.weight"):
+            checkpoint.load(tmp_path / "False", model, optimizer if given else None)
+
+    with pytest.warns(
+        UserWarning, match=r"0\.weight and 1\.weight are one tensor, and here several: .* tie them"
+    ) as told:
+        run_in_threads(2, body)
+    assert len(told) == 1
+
+
 def test_buffers_that_differ_between_ranks_are_all_those_of_rank_0(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         model, optimizer = build("zero3")

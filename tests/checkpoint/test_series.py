@@ -82,9 +82,13 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     memory.rm("/terrazzo-test", recursive=True)
 
 
-def test_the_newest_is_the_highest_step_and_resumes_to_the_bit(folder: str) -> None:
+def test_the_newest_is_the_highest_step_and_resumes_to_the_bit(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoint.latest(folder) is None
     save_steps(folder, 9, 100_000_000, 20)
+    assert names(folder) == ["step-00000009", "step-00000020", "step-100000000"]
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "step_path", lambda folder, step: f"{folder}/step-{step:09d}")
+        save_steps(folder, 20)  # under a name that no series gives, and that hides none that it does
     assert names(folder) == ["step-00000009", "step-00000020", "step-100000000"]
     weight, found = resumed(folder)
     assert weight == 100_000_000

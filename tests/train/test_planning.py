@@ -192,6 +192,7 @@ def test_what_each_optimizer_keeps_is_known(name: str, options: dict[str, Any]) 
     specs = OptimizerProbe(probe, probe.param_groups[0], torch.device("cpu")).template().values()
     assert found.moments == sum(spec.per_element for spec in specs)
     assert found.fixed_bytes == sum(spec.fixed_bytes for spec in specs)
+    assert found.decays == ("weight_decay" in probe.defaults)
 
 
 def test_what_muon_keeps_of_matrices_and_of_the_rest_is_known() -> None:

@@ -42,8 +42,9 @@ How it is read, by any ranks under any plan, from `load` in `loading.load`:
 
 1. `open_source`: Terrazzo's own folder is a `TerrazzoCheckpoint`, of `loading.terrazzo_checkpoint`.
 2. `misfits` compares, and each rank checks the digests of its share of all blocks, whoever will need them.
-3. The engine asks for the runs of elements that this rank holds of each parameter (`ModelState.restore`). `_reads` in
-   `loading.load` answers by `source.read`, a flat range, or `read_box`, rectangles of a parameter that ranks share.
+3. The engine asks for the runs of elements that this rank holds of each parameter (`ModelState.restore`).
+   `_SourceReader` in `loading.load` answers by `source.read`, a flat range, or `read_box`, rectangles of a parameter
+   that ranks share.
 4. `TerrazzoCheckpoint` finds by the manifest in which files these elements are, whoever wrote them, and
    `storage.blocks` reads the bytes: of a block that has not been checked, all of it.
 

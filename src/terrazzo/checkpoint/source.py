@@ -104,7 +104,7 @@ class Source(ABC):
         notes: what of the weights, and of plain values, is not taken over and why, a line each.
         optimizer_notes: likewise of the optimizer.
         file_notes: likewise of further files, which the library that wrote them reads itself.
-        identity: equal for equal contents, where the format tells, else for one path; ranks compare what they see by it.
+        identity: equal for equal contents, else for one path where the format tells nothing of them; ranks compare it.
         cache: equal for processes whose reads come from the same memory, one kernel's; None where that is not known.
         advance: hears how many bytes more were read, from what reads a whole checkpoint; nobody does unless it is set.
     """

@@ -16,7 +16,7 @@ from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
 from terrazzo.checkpoint.format.rank_layout import rank_file_name
 from terrazzo.checkpoint.importers import open_foreign
 from terrazzo.checkpoint.importers.parts.numbering import NameGroups
-from terrazzo.checkpoint.loading.misfits import ROUNDED, fitted_groups, misfits, unkept, unstepped
+from terrazzo.checkpoint.loading.misfits import ROUNDED, fitted_groups, misfits, unkept, unstepped, untied
 from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, presence, scaler_of
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
@@ -123,8 +123,9 @@ def load(
     saved. Everything is checked before anything is changed: that it fits, and every byte against its digest.
     Memory: one range at a time beside the state itself. Left out, with a warning on rank 0, are an optimizer's states
     of parameters that are frozen here, and an average (`tz.EMA`), outer momentum or residuals that nothing keeps here.
-    An average that the checkpoint lacks is refused; momentum and residuals that it lacks begin at zero. What a format
-    of another program's has and is not read is named in a warning, too.
+    Parameters that were tied and are several tensors here each take the one's values, with a warning; such as are tied
+    here alone are refused. An average that the checkpoint lacks is refused; momentum and residuals that it lacks begin
+    at zero. What a format of another program's has and is not read is named in a warning, too.
 
     Args:
         optimizer: None takes the weights and leaves the rest; a list where the model has several.
@@ -144,9 +145,9 @@ def load(
 
 
 def warn_of_notes(source: Source, notes: Sequence[str]) -> None:
-    """Say on rank 0 what of a checkpoint is not taken over."""
+    """Say on rank 0 what is to be known of how a checkpoint was read: of most notes, what is not taken over."""
     if notes and dist.get_rank() == 0:
-        warn(f"The checkpoint '{source.where}' is taken over in part: {printable(listed(notes, 5, ';'))}.")
+        warn(f"Of the checkpoint '{source.where}': {printable(listed(notes, 5, ';'))}.")
 
 
 def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, cast: bool = False) -> None:
@@ -162,8 +163,10 @@ def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, ca
     all_or_none = functools.partial(together, failed=Misuse)
     ModelState(model).restore(_SourceReader(source, model), optimizer is not None, all_or_none)
     together(lambda: _restore_rest(source, model, known if optimizer is not None else None), Misuse)
-    if optimizer is not None and dist.get_rank() == 0:
-        _warn_of_what_is_left(source, model, known)
+    if dist.get_rank() == 0:
+        _warn_of_ties(source, known)
+        if optimizer is not None:
+            _warn_of_what_is_left(source, model, known)
 
 
 def _readers_of_one(source: Source) -> list[int]:
@@ -173,6 +176,15 @@ def _readers_of_one(source: Source) -> list[int]:
         require_alike({"the checkpoint": f"'{source.where}'"})
         raise Damaged(f"The ranks do not see the same checkpoint '{source.where}': is the file system shared?")
     return [rank for rank, (_, cache) in enumerate(seen) if cache is not None and cache == source.cache]
+
+
+def _warn_of_ties(source: Source, known: Sequence[TableRow]) -> None:
+    if names := untied(source, known):
+        warn(
+            f"In the checkpoint '{source.where}' {printable(listed(names, 3, ';'))} are one tensor, and here several:"
+            " each begins with its values, and is trained by itself. To go on as it was saved, tie them in the model"
+            " before tz.shard; in a configuration, model.tie_embeddings=true."
+        )
 
 
 def _warn_of_what_is_left(source: Source, model: torch.nn.Module, known: Sequence[TableRow]) -> None:

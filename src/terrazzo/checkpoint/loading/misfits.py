@@ -15,7 +15,7 @@ from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_DTYPE, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.state_names import first_of, is_numbered, numbered
 
-__all__ = ["ROUNDED", "fitted_groups", "misfits", "unkept", "unstepped"]
+__all__ = ["ROUNDED", "fitted_groups", "misfits", "unkept", "unstepped", "untied"]
 
 MOST = 3
 ROUNDED = "would be rounded"
@@ -66,6 +66,15 @@ def unstepped(source: Source, listed: Sequence[TableRow]) -> list[str]:
     """Parameters of which `source` has an optimizer's states, and which nothing steps here, by their names there."""
     resolved = [source.resolve(each.names) for each in listed if not each.is_stepped]
     return [name for name in resolved if name is not None and any(map(is_of_optimizer, source.tensors[name].states))]
+
+
+def untied(source: Source, listed: Sequence[TableRow]) -> list[str]:
+    """Parameters that are one tensor in `source`, and several here: in a line, by the names that they have here."""
+    here: dict[str, list[str]] = {}
+    for each in listed:
+        if (name := source.resolve(each.names)) is not None:
+            here.setdefault(name, []).append(each.name)
+    return [" and ".join(names) for names in here.values() if len(names) > 1]
 
 
 def unkept(source: Source, model: torch.nn.Module) -> list[str]:

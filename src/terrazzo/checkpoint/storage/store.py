@@ -228,9 +228,10 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: str) -> int | None:
-    """The step that a checkpoint's name or path tells; None of another name."""
-    match = _STEP_NAME.fullmatch(path.rpartition("/")[2])
-    return int(match[1]) if match else None
+    """The step that a checkpoint's name or path tells; None of a name that `step_name` does not give."""
+    name = path.rpartition("/")[2]
+    match = _STEP_NAME.fullmatch(name)
+    return step if match and step_name(step := int(match[1])) == name else None
 
 
 def is_checkpoint(entries: Iterable[str]) -> bool:

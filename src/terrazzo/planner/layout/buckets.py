@@ -140,7 +140,7 @@ class PlannedBucket(BucketSpec):
         """The param group of a tensor."""
         if self.optimizer.matrices is not None and tensor.is_matrix:
             return MATRICES
-        return OTHER_MATRICES if len(tensor.shape) >= 2 else VECTORS
+        return OTHER_MATRICES if len(tensor.shape) >= 2 or not self.optimizer.decays else VECTORS
 
     @property
     def shares_memory(self) -> bool:

@@ -39,6 +39,7 @@ class OptimizerSpec:
         fixed_bytes: per run of parameters that share settings, for scalar states: the step count.
         torch_class: the class of torch.optim or of tz.optim, None where neither has it; `options`: its arguments.
         fused: whether the engine takes a fused kernel where the user has not chosen; of Muon for the AdamW in it.
+        decays: whether it takes weight decay, for which matrices and the rest are param groups of their own.
         takes_root: whether torch's update takes the root of a moment into memory of its own.
         elementwise: whether it updates each element from its own values alone, and so may be given flat shards.
         matrices: how it updates whole matrices; None for one that updates none so.
@@ -51,6 +52,7 @@ class OptimizerSpec:
     fixed_bytes: int = 4
     torch_class: str | None = None
     options: tuple[tuple[str, float], ...] = ()
+    decays: bool = True
     fused: bool = False
     takes_root: bool = False
     elementwise: bool = True
@@ -85,7 +87,7 @@ _ROWS = (
     _spec("adagrad", "Adagrad", takes_root=True),
     _spec("adadelta", "Adadelta", takes_root=True),
     _spec("rmsprop", "RMSprop", takes_root=True),
-    _spec("rprop", "Rprop"),
+    _spec("rprop", "Rprop", decays=False),
     _spec("asgd", "ASGD", fixed_bytes=12),
     _spec("momentum", "SGD", options=(("momentum", 0.9),), fixed_bytes=0),
     _spec("sgd", "SGD", fixed_bytes=0),

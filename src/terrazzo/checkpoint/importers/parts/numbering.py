@@ -2,12 +2,11 @@
 
 Numbers run through the param groups in order. Which parameters a program put into which group is not written down, so
 the groups of the run that goes on with it are tried first, then the usual ways; every state must have its parameter's
-shape. Without the run's own, one that fits in two ways is refused, and so is one that fits with two groups exchanged.
+shape. Without the run's own, one that fits in two ways is refused, and so is one whose groups fit in another order too.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -75,7 +74,7 @@ def name_numbers(
                 fits.append(named)
     if not fits:
         raise BadInput(f"{where} does not fit the model: {_difference(numbers, states, shapes)}. {_REMEDY}")
-    if len(fits) == 1 and (other_order := _exchanged(groups, states, shapes, fits[0])) is not None:
+    if len(fits) == 1 and (other_order := _reordered(groups, states, shapes, fits[0])) is not None:
         fits.append(other_order)
     if len(fits) > 1:
         one, other = next((fits[0][each], fits[1][each]) for each in numbers if fits[0][each] != fits[1][each])
@@ -83,17 +82,30 @@ def name_numbers(
     return fits[0]
 
 
-def _exchanged(
+def _reordered(
     groups: Sequence[Sequence[Number]], states: StateShapes, shapes: Shapes, but: Mapping[Number, str]
 ) -> dict[Number, str] | None:
-    """Names other than `but` that two groups in each other's place would have in the model's order."""
-    for first, second in itertools.combinations(range(len(groups)), 2):
-        order = [*groups]
-        order[first], order[second] = order[second], order[first]
-        named = in_order([number for group in order for number in group], states, shapes)
-        if named is not None and named != but:
-            return named
-    return None
+    """Names other than `but` that the groups in another order would have in the model's."""
+    names = list(shapes)
+    if sum(map(len, groups)) != len(names):
+        return None
+    dead: set[frozenset[int]] = set()  # groups that fit the last names in no order
+
+    def orders(left: frozenset[int], start: int) -> Iterator[dict[Number, str]]:
+        if not left:
+            yield {}
+        found = not left
+        for index in sorted(left):
+            here = dict(zip(groups[index], names[start:], strict=False))
+            rest = left - {index}
+            if rest not in dead and all(_fits(states, number, shapes[name]) for number, name in here.items()):
+                for others in orders(rest, start + len(here)):
+                    found = True
+                    yield here | others
+        if not found:
+            dead.add(left)
+
+    return next((named for named in orders(frozenset(range(len(groups))), 0) if named != but), None)
 
 
 def _divisions(shapes: Shapes, group_count: int) -> Iterator[list[ParameterNames]]:
