@@ -1,4 +1,4 @@
-"""Replacing files atomically, sizes in words, and file systems behind URLs.
+"""Replacing files atomically, sizes in words, the user's cache, and file systems behind URLs.
 
 Files that strangers may have made are read by `untrusted_files`.
 """
@@ -18,6 +18,7 @@ from terrazzo.messages import install
 __all__ = [
     "CHECKPOINTS",
     "GIB",
+    "cache_folder",
     "gib_text",
     "is_url",
     "open_file_system",
@@ -38,6 +39,11 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
 def gib_text(count_bytes: float) -> str:
     """A number of bytes in GiB, for messages."""
     return f"{count_bytes / GIB:,.2f} GiB"
+
+
+def cache_folder(name: str) -> Path:
+    """The folder of that name for what Terrazzo keeps of the user's between runs; it need not be there."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "terrazzo" / name
 
 
 def is_url(where: str | os.PathLike[str]) -> bool:

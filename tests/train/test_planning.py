@@ -96,7 +96,8 @@ def test_the_decoders_shape_is_that_of_its_modules(model: dict[str, Any]) -> Non
     built = prepare_model(settings)
     assert shape.numel == sum(parameter.numel() for parameter in built.parameters())
     assert shape.matmul_numel == decoder_config(settings).matmul_numel
-    assert shape.layers == (0 if model.get("layers") == 1 else 3)  # one block is no repeated one: all is one unit
+    assert (shape.layers, shape.computes) == (model.get("layers", 3), True)
+    assert len(shape.units) == (1 if shape.layers == 1 else 2)  # one block is no repeated one: all is one unit
     measured = shape_of_module(built)
     for ours, theirs in zip(shape.units, measured.units, strict=True):
         assert ours.count == theirs.count
@@ -320,7 +321,9 @@ def test_more_is_left_to_doubt_than_estimates_were_wrong_by() -> None:
 def test_a_model_of_one_block_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it is gathered at once: where there is room for that, it is no reason to refuse."""
     free(monkeypatch, 8 * GIB)
-    check_plan(config(model={"layers": 1}, plan="zero3"), 2)
+    one = config(model={"layers": 1}, plan="zero3", train={"activation_checkpointing": "every_2"})
+    check_plan(one, 2)
+    assert setup_of(one, 2).checkpointing == "none", "units are recomputed, and there is none"
 
 
 def test_what_refuses_a_run_does_not_import_a_compiler_and_closed_forms_no_framework() -> None:

@@ -198,12 +198,14 @@ def test_processes_of_every_mesh_end_alike(tmp_path: Path, name: str) -> None:
     assert text == its_text
 
 
-def test_the_example_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [[], ["model.layers=1", "parallel.context.mode=ulysses"]])
+def test_the_example_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
+    """Also where the only block is no unit of its own: what it sends along cp and tp is promised all the same."""
     monkeypatch.chdir(ROOT)
     source = tmp_path / "text.txt"
     source.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(2000)))
     settings = [f"log.folder={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}", f"data.source={source}"]
-    settings += ["train.steps=1", "schedule.warmup_steps=0", "train.eval_every=null", "train.sample_tokens=0"]
+    settings += ["train.steps=1", "schedule.warmup_steps=0", "train.eval_every=null", "train.sample_tokens=0", *more]
     config = load_config("examples/tp_cp.yaml", settings)
     check(config, 4)
     train(config.model_dump(mode="json"), 4)

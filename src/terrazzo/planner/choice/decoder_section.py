@@ -10,7 +10,7 @@ from torch import nn
 
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.closed_form import shape_of_config
-from terrazzo.planner.model.loading import CONFIG_FILE, read_config
+from terrazzo.planner.model.loading import config_file, read_config
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.request import ModelSource
 
@@ -67,8 +67,7 @@ def _config_of(model: ModelSource) -> Mapping[str, Any]:
         return values_of(getattr(model, "config", None))
     if not isinstance(model, str | Path):
         return {}
-    path = Path(model)
-    return read_config(path / CONFIG_FILE if path.is_dir() else path)
+    return read_config(config_file(Path(model)))
 
 
 def _attention(shape: ModelShape) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from terrazzo.engine import MOMENTS_NAMES, PRECISIONS, Plan, StateFormat
 from terrazzo.errors import BadInput
@@ -53,8 +53,8 @@ def edits_that_fit(request: Request, misfit: Estimate, estimate: Callable[[Reque
     states in fewer bits; and more GPUs. The fastest comes first, behind it what rounds states, if that is faster, and
     more GPUs last.
     """
-    setup = misfit.setup
-    kinds = Kinds(_alone(request, setup), _together(request, setup), _narrower(request, setup), _larger(request, setup))
+    here, setup = Changed("", request), misfit.setup
+    kinds = Kinds(_alone(here, setup), _together(here, setup), _narrower(here, setup), _larger(here, setup))
     return best_edits(kinds, misfit, estimate)
 
 
@@ -165,34 +165,63 @@ def _speed(estimate: Estimate) -> float:
     return estimate.time.tokens_per_s_per_gpu if estimate.time else 0.0
 
 
-def _alone(request: Request, setup: Setup) -> Iterator[Iterator[Changed[Request]]]:
+_OPTIONS = {"checkpointing": "ac", "micro_batch": "micro-batch"}
+"""The option of the command line for a field of a request, where it has another name."""
+
+
+def _also(base: Changed[Request], options: str = "", **fields: Any) -> Changed[Request]:
+    """A request changed once more; `options` only where these are not the fields' own."""
+    options = options or " ".join(f"--{_OPTIONS.get(name, name)} {value}" for name, value in fields.items())
+    return Changed(f"{base.options} {options}".lstrip(), replace(base.made, **fields))
+
+
+def _alone(here: Changed[Request], setup: Setup) -> Iterator[Iterator[Changed[Request]]]:
     """Changes of one kind, what changes the least first."""
     if setup.model.computes:
-        yield _recomputing(request, setup)
-        yield _smaller(request, setup)
-        if request.loss is None and setup.loss == "full":
-            yield iter([Changed("--loss chunked", replace(request, loss="chunked"))])
-    yield _elsewhere(request, setup)
+        yield _recomputing(here, setup)
+        yield _smaller(here, setup)
+        if _has_logits(here, setup):
+            yield iter([_also(here, loss="chunked")])
+    yield _elsewhere(here, setup)
 
 
-def _recomputing(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
+def _recomputing(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
     modes = {"none": ("selective", "full"), "selective_half": ("full",), "selective": ("full",)}
     for mode in modes.get(setup.checkpointing, ("full",) if setup.every > 1 else ()):
-        yield Changed(f"--ac {mode}", replace(request, checkpointing=mode))
+        yield _also(here, checkpointing=mode)
 
 
-def _smaller(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
+def _smaller(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
     for shift in range(1, setup.micro_batch.bit_length()):
-        size = setup.micro_batch >> shift
-        yield Changed(f"--micro-batch {size}", replace(request, micro_batch=size))
+        yield _also(here, micro_batch=setup.micro_batch >> shift)
 
 
-def _narrower(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
+def _has_logits(here: Changed[Request], setup: Setup) -> bool:
+    return here.made.loss is None and setup.loss == "full"
+
+
+def _recomputes_all(setup: Setup) -> bool:
+    return setup.checkpointing == "full" and setup.every == 1
+
+
+def _leanest(here: Changed[Request], setup: Setup) -> Changed[Request]:
+    """All recomputed, in the smallest micro-batches."""
+    if setup.model.computes and not _recomputes_all(setup):
+        here = _also(here, checkpointing="full")
+    return _also(here, micro_batch=1) if setup.model.computes and setup.micro_batch > 1 else here
+
+
+def _with_leanest(here: Changed[Request], setup: Setup) -> list[Changed[Request]]:
+    """As it is, and, where that is another one, as it takes the least."""
+    least = _leanest(here, setup)
+    return [here, least] if least.options else [here]
+
+
+def _narrower(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
     """States in fewer bits, alone and where the rest takes the least."""
-    words, least = _leanest(request, setup)
-    for prefix, base in {"": request, f"{words} ".lstrip(): least}.items():
+    for base in _with_leanest(here, setup):
         for name in narrower_names(setup):
-            yield Changed(f"{prefix}--precision {name}", replace(base, precision=name))
+            yield _also(base, precision=name)
 
 
 def narrower_names(setup: Setup) -> tuple[str, ...]:
@@ -217,7 +246,7 @@ def narrower_names(setup: Setup) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _elsewhere(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
+def _elsewhere(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
     """States in host memory or on disks; of a setup that has them there already, fewer of them, or back."""
     base, at, tier = setup.plan.name.partition("@")
     tiers = [tier for tier in TRIED_TIERS if setup.cluster.device.kind != "cpu" or tier.startswith("nvme")]
@@ -231,31 +260,38 @@ def _elsewhere(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
             plan = Plan.named(f"{base}@{name}")
         except BadInput:  # one of the user's own, or states that stay where they are
             continue
-        yield Changed(f"--offload {name}", replace(request, strategy=plan))
+        yield _also(here, f"--offload {name}", strategy=plan)
     if at:
         try:
-            yield Changed(f"--strategy {base}, without offload", replace(request, strategy=Plan.named(base)))
+            yield _also(here, f"--strategy {base}, without offload", strategy=Plan.named(base))
         except BadInput:
             return
 
 
-def _together(request: Request, setup: Setup) -> Iterator[Iterator[Changed[Request]]]:
+def _together(here: Changed[Request], setup: Setup) -> Iterator[Iterator[Changed[Request]]]:
     """Smaller micro-batches that are recomputed, more of it or less, and the least of all with states elsewhere."""
     if not setup.model.computes:
         return
     for mode in ("full", "selective")[: 2 if setup.checkpointing == "none" else 1]:
-        yield _leaner(request, setup, mode)
-    words, least = _leanest(request, setup)
-    if words:
-        yield _without_logits(request, setup)
-        yield (Changed(f"{words} {options}", changed) for options, changed in _elsewhere(least, setup))
-    yield _parted(request, setup)
+        yield iter(()) if _recomputes_all(setup) else _smaller(_also(here, checkpointing=mode), setup)
+    if (least := _leanest(here, setup)).options:
+        yield _without_logits(here, setup)
+        yield _elsewhere(least, setup)
+    yield _parted(here, setup)
 
 
-def _parted(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
-    words, least = _leanest(request, setup)
-    for size in parted_sizes(setup) if request.tp is None else ():
-        yield Changed(f"{words} --tp {size}".lstrip(), replace(least, tp=size))
+def _without_logits(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
+    """All recomputed and a loss without all logits, and at last with the smallest micro-batches."""
+    if _has_logits(here, setup):
+        if not _recomputes_all(setup):
+            yield _also(here, checkpointing="full", loss="chunked")
+        if setup.micro_batch > 1:
+            yield _also(_leanest(here, setup), loss="chunked")
+
+
+def _parted(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
+    for size in parted_sizes(setup) if here.made.tp is None else ():
+        yield _also(_leanest(here, setup), tp=size)
 
 
 def parted_sizes(setup: Setup) -> Iterator[int]:
@@ -267,38 +303,9 @@ def parted_sizes(setup: Setup) -> Iterator[int]:
         yield size
 
 
-def _leaner(request: Request, setup: Setup, mode: str) -> Iterator[Changed[Request]]:
-    if setup.checkpointing != "full" or setup.every > 1:
-        for options, changed in _smaller(replace(request, checkpointing=mode), setup):
-            yield Changed(f"--ac {mode} {options}", changed)
-
-
-def _without_logits(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
-    """All recomputed and a loss without all logits, and at last with the smallest micro-batches."""
-    if request.loss is not None or setup.loss != "full":
-        return
-    if setup.checkpointing != "full" or setup.every > 1:
-        yield Changed("--ac full --loss chunked", replace(request, checkpointing="full", loss="chunked"))
-    if setup.micro_batch > 1:
-        words, least = _leanest(request, setup)
-        yield Changed(f"{words} --loss chunked", replace(least, loss="chunked"))
-
-
-def _leanest(request: Request, setup: Setup) -> Changed[Request]:
-    words = []
-    if setup.model.computes and (setup.checkpointing != "full" or setup.every > 1):
-        request, words = replace(request, checkpointing="full"), ["--ac full"]
-    if setup.model.computes and setup.micro_batch > 1:
-        request = replace(request, micro_batch=1)
-        words.append("--micro-batch 1")
-    return Changed(" ".join(words), request)
-
-
-def _larger(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
+def _larger(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
     """More GPUs, as it is, with the least memory that it may take, and with layers in parts."""
-    words, least = _leanest(request, setup)
-    bases = {"": request, f"{words} ".lstrip(): least}
-    for prefix, base in {**bases, **{f"{parted.options} ": parted.made for parted in _parted(request, setup)}}.items():
+    for base in (*_with_leanest(here, setup), *_parted(here, setup)):
         count = setup.cluster.count
         while (count := 2 * count) <= MOST_TRIED:
-            yield Changed(f"{prefix}--gpus {count}", replace(base, gpus=count))
+            yield _also(base, gpus=count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.planner.layout.stages import units_on
+from terrazzo.planner.machine.devices import DRIVE_RATED_BYTES
 from terrazzo.planner.machine.mesh import group_of
 from terrazzo.planner.machine.network import Network
 from terrazzo.planner.memory.tiers import host_writes
@@ -11,8 +12,6 @@ from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.traffic.exchanges import model_parallel_moves
 
 __all__ = ["Facts", "in_shares", "on_disk", "tiers", "zero_stage"]
-
-_DRIVE_BYTES = 600e12  # that a consumer's drive of 1 TB is rated to be written in its life
 
 
 def zero_stage(setup: Setup) -> int:
@@ -98,7 +97,7 @@ class Facts:
     @property
     def steps_of_a_drive(self) -> str:
         """How many steps a consumer's drive lasts."""
-        return f"{_DRIVE_BYTES / max(host_writes(self._setup), 1):,.0f}"
+        return f"{DRIVE_RATED_BYTES / max(host_writes(self._setup), 1):,.0f}"
 
     @property
     def exchange_time(self) -> str:

@@ -25,7 +25,7 @@ def _splits_nothing(setup: Setup) -> bool:
 
 def whole_model(setup: Setup) -> bool:
     """Whether all weights are gathered at once."""
-    one = setup.framework.whole_model_unit or (not setup.model.blocks and setup.model.vocab > 0)
+    one = setup.framework.whole_model_unit or (not setup.model.repeated and setup.model.vocab > 0)
     return one and zero_stage(setup) == 3 and setup.mesh.data_ranks > 1
 
 

@@ -65,14 +65,14 @@ def cut_of(setup: Setup) -> Cut:
 @once
 def units_of_pp_rank(units: tuple[UnitShape, ...], tied: bool, cut: Cut, pp_rank: int) -> tuple[CountedUnit, ...]:
     """The result of `units_on`, from what it depends on."""
-    root, blocks = units[0], units[1:]
+    root, *repeated = units
     if cut.ranks == 1:
         return tuple(CountedUnit(unit, unit.count) for unit in units if unit.tensors)
     own: list[CountedUnit] = []
     tensors = _root_tensors(root, tied, cut, pp_rank)
     if tensors:
         own.append(CountedUnit(UnitShape(root.name, tensors), 1))
-    row = [unit for unit in blocks for _ in range(unit.count)]
+    row = [unit for unit in repeated for _ in range(unit.count)]
     places = [place for begin, end in _bounds(units, cut)[pp_rank :: cut.ranks] for place in range(begin, end)]
     own_blocks = [row[place - 1] for place in places if 0 < place <= len(row)]
     own += [CountedUnit(unit, len(list(equal))) for unit, equal in groupby(own_blocks)]

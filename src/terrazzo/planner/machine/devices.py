@@ -39,6 +39,7 @@ from terrazzo.processes.system import control_groups, text_of
 
 __all__ = [
     "ARCHITECTURES",
+    "DRIVE_RATED_BYTES",
     "Cluster",
     "Device",
     "MeasuredHost",
@@ -48,6 +49,9 @@ __all__ = [
     "devices",
     "this_machine",
 ]
+
+DRIVE_RATED_BYTES = 600e12
+"""Bytes that a consumer drive of 1 TB may be written in total, by its warranty."""
 
 T = TypeVar("T")
 

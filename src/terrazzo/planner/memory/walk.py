@@ -283,8 +283,7 @@ class _Walk(FullestMoment):
             self.apply(late, moment)
         self.add(WORKING, -unit.working)
         self.halfway()
-        if not is_root:
-            self.add(ACTIVATIONS, -unit.saved)
+        self.add(ACTIVATIONS, -unit.saved)
         if unit.count > 1:
             self.pass_row(unit)
 

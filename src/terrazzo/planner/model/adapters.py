@@ -146,8 +146,8 @@ def with_ends(shape: ModelShape) -> ModelShape:
     """
     if any(tensor.trainable and not _is_behind(tensor) for tensor in shape.root.tensors):
         return shape
-    silent = len([*takewhile(lambda unit: not any(tensor.trainable for tensor in unit.tensors), shape.blocks)])
-    units = (replace(unit, forward_only=index < silent) for index, unit in enumerate(shape.blocks))
+    silent = len([*takewhile(lambda unit: not any(tensor.trainable for tensor in unit.tensors), shape.repeated)])
+    units = (replace(unit, forward_only=index < silent) for index, unit in enumerate(shape.repeated))
     return replace(shape, units=(shape.root, *units)) if silent else shape
 
 

@@ -18,7 +18,7 @@ from terrazzo.planner.model.presets import PRESETS
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
 from terrazzo.untrusted_files import read_json
 
-__all__ = ["CONFIG_FILE", "model_shape", "preset_name", "read_config"]
+__all__ = ["CONFIG_FILE", "config_file", "model_shape", "preset_name", "read_config"]
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 1 << 20
@@ -143,9 +143,14 @@ def _shape_of(values: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _from_file(path: Path) -> ModelShape:
-    file = path / CONFIG_FILE if _exists(str(path)) and path.is_dir() else path
+    file = config_file(path)
     name = file.parent.name if file.name == CONFIG_FILE else file.stem
     return _shape_of(read_config(file), name or CONFIG_FILE)
+
+
+def config_file(path: Path) -> Path:
+    """The config of a model's folder; another path is that of the config itself."""
+    return path / CONFIG_FILE if _exists(str(path)) and path.is_dir() else path
 
 
 def read_config(file: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from terrazzo.messages import did_you_mean
 from terrazzo.planner.model.modules import shape_of_module
 from terrazzo.planner.model.shapes import ModelShape
 
-__all__ = ["answer", "bounded", "refused"]
+__all__ = ["answer", "bounded", "causal_lm_config", "refused"]
 
 MAX_REGISTRATIONS = 100_000
 """Modules and parameters: far above every model there is."""
@@ -79,7 +79,7 @@ def _limit_memory() -> None:
 def _built_shape(model_type: str, values: Mapping[str, Any], name: str) -> ModelShape:
     import transformers
 
-    config = _config(transformers, model_type, values, name)
+    config = causal_lm_config(transformers, model_type, values, name)
     try:
         with torch.device("meta"), bounded(name):
             model = transformers.AutoModelForCausalLM.from_config(config)
@@ -90,12 +90,17 @@ def _built_shape(model_type: str, values: Mapping[str, Any], name: str) -> Model
     return shape_of_module(model, name)
 
 
-def _config(transformers: Any, model_type: str, values: Mapping[str, Any], name: str) -> Any:
+def causal_lm_config(transformers: Any, model_type: object, values: Mapping[str, Any], name: str) -> Any:
+    """The `PretrainedConfig` of `values`, of a causal language model.
+
+    Raises:
+        BadInput: `transformers` has no such model, or refuses the values; `name` is whose they are.
+    """
     known: Mapping[str, Any] = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
-    if model_type not in known:
+    if not isinstance(model_type, str) or model_type not in known:
         raise BadInput(
             f"{name}: model_type is {model_type!r}, which transformers {transformers.__version__} does not know."
-            f"{did_you_mean(model_type, known)} Correct it, or install a transformers that has it."
+            f"{did_you_mean(str(model_type), known)} Correct it, or install a transformers that has it."
         )
     try:
         config = transformers.AutoConfig.for_model(model_type, **values)

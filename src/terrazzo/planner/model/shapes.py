@@ -156,9 +156,9 @@ class BlockShape:
 class UnitShape:
     """`count` equal units in a row. The root unit, whose name is empty, holds what belongs to no other.
 
-    `block` is what it computes; None of the root, and of units of which that is not known. `buffer_bytes`: of the
-    buffers of one of them, as far as these are known; of the root those that belong to no other unit. `forward_only`:
-    nothing is trained in it or in front of it, so that no gradient goes back through it.
+    `block` is what it computes; None of units of which that is not known, and of a root without the model's only block.
+    `buffer_bytes`: of the buffers of one of them, as far as these are known; of the root those that belong to no other
+    unit. `forward_only`: nothing is trained in it or in front of it, so that no gradient goes back through it.
     """
 
     name: str
@@ -221,9 +221,14 @@ class ModelShape:
         return self.units[0]
 
     @property
-    def blocks(self) -> tuple[UnitShape, ...]:
-        """The repeated units."""
+    def repeated(self) -> tuple[UnitShape, ...]:
+        """The units beside the root."""
         return self.units[1:]
+
+    @property
+    def blocks(self) -> tuple[UnitShape, ...]:
+        """The units that have the model's blocks: the root where the only block is in it."""
+        return self.repeated or (() if self.root.block is None else (self.root,))
 
     @cached_property
     def computes(self) -> bool:
@@ -271,8 +276,8 @@ class ModelShape:
     @cached_property
     def forward_only_numel(self) -> int:
         """Elements of `matmul_numel` in blocks that no gradient goes back through."""
-        silent = replace(self, units=(replace(self.root, tensors=()), *(u for u in self.blocks if u.forward_only)))
-        return silent.matmul_numel if self.blocks else 0
+        silent = replace(self, units=(replace(self.root, tensors=()), *(u for u in self.repeated if u.forward_only)))
+        return silent.matmul_numel if self.repeated else 0
 
     @cached_property
     def frozen_matmul_numel(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
+from terrazzo.messages import counted
 from terrazzo.parallel import Chunks
 from terrazzo.parallel.pipeline.schedules import rounds_of
 from terrazzo.parallel.sharing_rules import (
@@ -123,7 +124,7 @@ def _check_checkpointing(setup: Setup) -> None:
     if setup.every > layers:
         raise BadInput(
             f"Activation checkpointing every_{setup.every} is of one layer in {setup.every}, and {setup.model.name} "
-            f"has {layers} layers. Use every_N up to every_{layers}, or none."
+            f"has {counted(layers, 'layer')}. Use every_N up to every_{layers}, or none."
         )
 
 
@@ -132,16 +133,16 @@ def _check_sequence(setup: Setup) -> None:
     check_number("sequence", sequence, whole=True)
     if positions is not None and sequence > positions and _learned_positions(setup.model):
         raise BadInput(
-            f"A sequence of {sequence} tokens is longer than the {positions} positions that {setup.model.name} has "
-            f"vectors for. Use a sequence of at most {positions}."
+            f"A sequence of {sequence} tokens is longer than the {counted(positions, 'position')} that "
+            f"{setup.model.name} has vectors for. Use a sequence of at most {positions}."
         )
     parts = _chunks(setup)
     if sequence % parts:
         cut = f"2 × cp {cp} = {parts} equal parts, two for each rank, which balances causal attention"
         cut = cut if parts > cp else f"cp {cp} equal parts"
         raise BadInput(
-            f"A sequence of {sequence} tokens does not divide into {cut}. Use {sequence // parts * parts or parts} "
-            "tokens."
+            f"A sequence of {counted(sequence, 'token')} does not divide into {cut}. Use "
+            f"{sequence // parts * parts or parts} tokens."
         )
 
 
@@ -213,8 +214,8 @@ def _check_pipeline(setup: Setup) -> None:
     model, mesh, virtual = setup.model, setup.mesh, setup.virtual_stages
     if mesh.pp > model.layers:
         raise BadInput(
-            f"{model.name} has {model.layers} layers, too few for pp {mesh.pp} stages: each needs one at least. Use a "
-            f"pp of at most {model.layers}."
+            f"{model.name} has {counted(model.layers, 'layer')}, too few for pp {mesh.pp} stages: each needs one at "
+            f"least. Use a pp of at most {model.layers}."
         )
     if virtual == 1:
         return
@@ -228,8 +229,8 @@ def _check_pipeline(setup: Setup) -> None:
         raise BadInput(f"virtual_stages {virtual} interleave the chunks of a pipeline, but pp is 1. Leave it out.")
     if mesh.pp * virtual > model.layers:
         raise BadInput(
-            f"{model.layers} layers are too few for pp {mesh.pp} × virtual_stages {virtual} = {mesh.pp * virtual} "
-            f"chunks. Use at most {model.layers // mesh.pp} virtual stages."
+            f"{counted(model.layers, 'layer')}: too few for pp {mesh.pp} × virtual_stages {virtual} = "
+            f"{mesh.pp * virtual} chunks. Use a virtual_stages of at most {model.layers // mesh.pp}."
         )
     if setup.micro_batches < mesh.pp:
         raise BadInput(

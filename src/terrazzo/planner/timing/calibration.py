@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
-from terrazzo.files import replace_file
+from terrazzo.files import cache_folder, replace_file
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.setup.setup import Setup
@@ -171,7 +171,7 @@ class Calibration(BaseModel):
 
 def calibration_folder() -> Path:
     """`terrazzo/calibration` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "terrazzo" / "calibration"
+    return cache_folder("calibration")
 
 
 def processor(kind: str) -> str:

@@ -129,7 +129,7 @@ class PipelineRank:
         self._units = placed_units(setup, pp_rank)
         self._roots = [row for row in self._units if row.unit.is_root]
         self._head = head_seconds(setup).at(pace) if pp_rank == setup.mesh.pp - 1 else Seconds()
-        self._blocks = [self._cost(*row) for row in self._units if not row.unit.is_root]
+        self._blocks = [self._cost(*row) for row in self._units if row.unit.block or not row.unit.is_root]
 
     def beside(self, pp_rank: int) -> PipelineRank:
         """A rank of the same step, that computes and waits as this one does."""
@@ -191,7 +191,8 @@ class PipelineRank:
 
     @cached_property
     def _root_waits(self) -> PassSeconds:
-        waits = [self._waits(unit, Seconds()) for unit, _, _ in self._roots]
+        """Of a root that has no block: what others wait for is theirs."""
+        waits = [self._waits(unit, Seconds()) for unit, _, _ in self._roots if unit.block is None]
         return PassSeconds(sum(each.forward for each in waits), sum(each.backward for each in waits))
 
     @cached_property
@@ -202,7 +203,7 @@ class PipelineRank:
             root += root_exposure(self._unit_moves(unit, placement), repetitions(self.setup, unit))
         rows = []
         for part in self._blocks:
-            moves = self._unit_moves(part.unit, part.placement)
+            moves = {} if part.unit.is_root else self._unit_moves(part.unit, part.placement)
             if self.setup.staged:  # sums over ranks come when all has run
                 alone = part.count * moves.pop(When.LAST, 0.0)
                 root += Exposure(alone, alone)

@@ -63,7 +63,8 @@ def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer
 def _moves_of(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
     block = unit.block
     if setup.mesh.tp > 1:
-        yield from _TensorMoves(setup).of_root(unit) if block is None else _TensorMoves(setup).of_block(unit, block)
+        yield from _TensorMoves(setup).of_root(unit) if unit.is_root else ()
+        yield from () if block is None else _TensorMoves(setup).of_block(unit, block)
     if setup.mesh.cp > 1:
         yield from _context_moves(setup, unit)
     if block is not None and setup.mesh.ep > 1 and block.experts:
@@ -166,9 +167,9 @@ def _context_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
         return UnitTransfer(kind, what, "context", when, sent * count, group, math.ceil(count))
 
     others, block = group.size - 1, unit.block
+    if setup.context == "ulysses" and unit.is_root:
+        yield move("all_gather", When.FORWARD, "places of documents", tokens * PLACE_BYTES * others)
     if block is None:
-        if setup.context == "ulysses" and unit.is_root:
-            yield move("all_gather", When.FORWARD, "places of documents", tokens * PLACE_BYTES * others)
         return
     heads = _KeyHeads(setup, block)
     own = tokens * heads.channels * setup.precision.compute.itemsize

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from terrazzo.config import Config, DataConfig, without_passwords
 from terrazzo.errors import BadInput
+from terrazzo.files import cache_folder
 from terrazzo.train.data.cache import CacheHeader, TokenCache, cache_key, open_cache, write_cache
 from terrazzo.train.data.chat import chat_fingerprint, load_chat
 from terrazzo.train.data.packing import Packing, arrange
@@ -132,13 +132,8 @@ def _wanted_cache(config: Config, source: str | Sequence[str], tokenizer: Tokeni
     data, of_pairs = config.data, ["pairs"] if config.objective.kind.of_pairs else []
     chat, files = chat_fingerprint(data.tokenizer, data.chat_template, data.loss_on), find_files(source)
     key = cache_key(files, tokenizer.fingerprint, data.text_field, data.max_bytes, chat, *of_pairs)
-    folder = Path(data.cache).expanduser() if data.cache is not None else _default_cache_dir()
+    folder = Path(data.cache).expanduser() if data.cache is not None else cache_folder("tokens")
     return _WantedCache(source, files, folder / f"{key}.tokens")
-
-
-def _default_cache_dir() -> Path:
-    """`terrazzo/tokens` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "terrazzo" / "tokens"
 
 
 def _build_if_needed(

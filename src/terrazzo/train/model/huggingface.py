@@ -18,9 +18,9 @@ from torch import nn
 
 from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.errors import BadInput
-from terrazzo.messages import did_you_mean, install
+from terrazzo.messages import install
 from terrazzo.parallel.transformers_support import DOCUMENTS_APART
-from terrazzo.planner.model.meta import bounded, refused
+from terrazzo.planner.model.meta import bounded, causal_lm_config, refused
 from terrazzo.planner.model.transformers import harmless
 
 __all__ = [
@@ -140,25 +140,9 @@ def _import_transformers() -> Any:
 
 def _causal_lm_config(transformers: Any, values: dict[str, Any]) -> Any:
     """The `PretrainedConfig` of `values`, for training: no key-value cache, no name of code to run."""
-    values = harmless(values, "The model's config")
-    known: Mapping[str, Any] = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in known:
-        raise BadInput(
-            f"The model's config has model_type {model_type!r}, which transformers "
-            f"{transformers.__version__} does not know.{did_you_mean(str(model_type), known)} Correct it, or "
-            "install a transformers that has it."
-        )
+    name, values = "The model's config", harmless(values, "The model's config")
     others = {key: value for key, value in values.items() if key != "model_type"}
-    try:
-        config = transformers.AutoConfig.for_model(model_type, **others)
-    except Exception as error:  # whatever its validation raises
-        raise refused("The model's config", str(model_type), error) from error
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise BadInput(
-            f"model_type {model_type!r} has no causal language model in transformers "
-            f"{transformers.__version__}. Give a decoder such as 'llama', 'qwen3' or 'gpt2'."
-        )
+    config = causal_lm_config(transformers, values.get("model_type"), others, name)
     config.use_cache = False
     return config
 

@@ -96,4 +96,6 @@ def with_score(shape: ModelShape) -> ModelShape:
     tensors = tuple(tensor for tensor in shape.root.tensors if tensor.role != "head")
     width = next(tensor.shape[-1] for tensor in tensors if tensor.role == "embedding")
     score = TensorShape(SCORE, (1, width), "head")
-    return replace(shape, units=(replace(shape.root, tensors=(*tensors, score)), *shape.blocks), tied=False, outputs=1)
+    return replace(
+        shape, units=(replace(shape.root, tensors=(*tensors, score)), *shape.repeated), tied=False, outputs=1
+    )

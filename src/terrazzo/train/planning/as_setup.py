@@ -75,8 +75,8 @@ def setup_of(
         recipe="rowwise" if config.precision.recipe == "rowwise" else "tensorwise",
         optimizer=optimizer_spec(config),
         optimizer_kernel=_kernel(config.optimizer.options),
-        checkpointing=mode,
-        every=every,
+        checkpointing=mode if shape.repeated else "none",  # of units, which a single block is not
+        every=every if shape.repeated else 1,
         compile=config.train.compile,
         attention=attention_of(None, shape, machines.device),
         context=config.parallel.context.mode,
@@ -208,7 +208,7 @@ def _decoder_shape(config: DecoderConfig) -> ModelShape:
         (block,) = shape.blocks
         inner = tuple(replace(tensor, name=f"{block.name}.{tensor.name}") for tensor in block.tensors)
         buffer_bytes = shape.root.buffer_bytes + block.buffer_bytes
-        unit = UnitShape("", shape.root.tensors + inner, buffer_bytes=buffer_bytes)
+        unit = UnitShape("", shape.root.tensors + inner, block=block.block, buffer_bytes=buffer_bytes)
         return replace(shape, name="decoder", units=(unit,))
     return replace(shape, name="decoder")
 

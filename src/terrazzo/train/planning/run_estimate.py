@@ -119,7 +119,8 @@ def _trace_of_pass(of: _TracedPass) -> ActivationTrace | None:
     names, _ = find_units(model, None)
     if (traced := _trace_of(model, config, setup, names)) is None:
         return None
-    if find_units(model, config.plan.units)[0] != names or (not shortened and len(names) != layers):
+    planned = sum(unit.count for unit in setup.model.repeated)
+    if find_units(model, config.plan.units)[0] != names or (not shortened and len(names) != planned):
         return None
     if not shortened:
         return traced[0]

@@ -14,13 +14,11 @@ from terrazzo.files import gib_text
 from terrazzo.launch.machine import ranks_here, resolve_device
 from terrazzo.planner import MemoryFigures
 from terrazzo.planner.figures import Term
+from terrazzo.planner.machine.devices import DRIVE_RATED_BYTES
 from terrazzo.telemetry import available_host_bytes
 from terrazzo.train.settings.folders import is_own, swap_folders
 
 __all__ = ["check_folders", "host_lacks_room", "offload_notes"]
-
-RATED_BYTES = 600e12
-"""Bytes that a consumer drive of 1 TB may be written in total, by its warranty."""
 
 
 def check_folders(config: Config) -> list[str]:
@@ -44,7 +42,7 @@ def offload_notes(config: Config, memory: MemoryFigures, world_size: int) -> lis
     """Notes on how much a run wears its drives, and on host memory that is to be page-locked."""
     notes = []
     if written := ranks_here(world_size) * sum(term.value for term in memory.disk_writes):
-        steps, of_rated = config.train.steps, written * config.train.steps / RATED_BYTES
+        steps, of_rated = config.train.steps, written * config.train.steps / DRIVE_RATED_BYTES
         share = f"{of_rated:.1%}" if of_rated >= 0.001 else "less than 0.1%"
         notes.append(
             f"each step writes {_gb(written)} to offload.path on this machine, the {steps:,} steps of this run"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,10 @@ MIB, GB = 2**20, 1e9
 TRAFFIC = ("read_bytes", "written_bytes", "read_s", "write_s")
 UPDATES = ("stepped_numel", "step_s")
 """Keys of `Store.usage`, counted since the start: what drives have moved, and what was updated on the CPU."""
+
+ROUTED = "ep all_to_all"
+NOT_PROMISED = ("control", ROUTED)
+"""Kinds of traffic that are not known before: a few bytes of flags and norms, and rows for other ranks' experts."""
 
 WHOLE = 0.995
 """From this share of places learnt, a run counts as learning all: the last sequence of an epoch may be short."""
@@ -62,10 +67,10 @@ def summarize(
     expected = engine.promise.traffic(micro_batches=session.micro_batches, ends_round=True)
     usage = engine.store.usage()
     estimate, why = _promise(session)
-    sent = {kind: count for kind, count in expected.bytes.items() if kind != "control"}  # flags and norms: a few bytes
+    promised = Counter(expected.bytes)
     if estimate:
-        for name, count in exchanges_of(session.config, estimate.setup, session.ranks.rank).items():
-            sent[name] = sent.get(name, 0) + count
+        promised.update(exchanges_of(session.config, estimate.setup, session.ranks.rank))
+    kinds = [kind for kind in promised | Counter(traffic) if kind not in NOT_PROMISED]
     return {
         "state_bytes_promised": bill.total_bytes - bill.grad_bytes - bill.transient_bytes,
         "state_bytes_measured": engine.state_bytes(),
@@ -77,10 +82,10 @@ def summarize(
         "disk_bytes_measured": usage["disk_bytes"],
         "pinned_bytes": usage["pinned_bytes"],
         "offload": {name: usage[name] for name in (*TRAFFIC, *UPDATES)},
-        "traffic_bytes_promised": sent,
-        "traffic_bytes_measured": {kind: traffic.get(kind, 0) for kind in sent},
+        "traffic_bytes_promised": {kind: promised[kind] for kind in kinds},
+        "traffic_bytes_measured": {kind: traffic.get(kind, 0) for kind in kinds},
         "routed_bytes_if_even": expected_rows_bytes(estimate.setup) if estimate else None,
-        "routed_bytes_measured": traffic.get("ep all_to_all", 0),
+        "routed_bytes_measured": traffic.get(ROUTED, 0),
         "peak_memory_bytes_promised": round(estimate.memory.near_bytes) if estimate else None,
         "peak_memory_bytes_measured": max(0, peak_bytes - session.base_bytes),
         "base_memory_bytes": session.base_bytes,
