@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from terrazzo.checkpoint.storage.local import sweep
-from terrazzo.checkpoint.storage.lock import Lock
+from terrazzo.checkpoint.storage.local import HiddenFolder
 from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.files import sync_folder
 
 __all__ = ["new_file", "new_folder"]
 
@@ -27,24 +25,16 @@ def new_folder(out: Path, size_bytes: int) -> Iterator[Path]:
     """
     out = Path(os.path.abspath(out))
     _check(out, size_bytes)
-    sweep(out.parent)
-    partial = out.parent / f".{out.name}.partial-{os.urandom(4).hex()}"
-    lock = Lock(out.parent / f"{partial.name}.lock")  # which tells it from what a dead process has left
+    hidden = HiddenFolder(out, os.urandom(4).hex())
     try:
-        lock.take()
-        partial.mkdir()
-        yield partial
-        sync_folder(partial)
-        _refuse_existing(out)  # a rename would replace an empty folder
-        partial.rename(out)
+        hidden.begin()
+        yield hidden.path
+        hidden.commit()
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        hidden.abandon()
         if isinstance(error, OSError):
             raise SaveFailed(f"The export to '{out}' failed, and nothing of it is left: {error}.") from error
         raise
-    finally:
-        lock.drop()
-    sync_folder(out.parent)
 
 
 @contextlib.contextmanager
@@ -57,7 +47,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _check(out: Path, size_bytes: int) -> None:
-    _refuse_existing(out)
+    if os.path.lexists(out):
+        raise BadInput(f"'{out}' exists already and is not replaced: remove it, or export to another name.")
     if not out.parent.is_dir():
         raise BadInput(f"There is no folder '{out.parent}' to export '{out.name}' into: create it, or use another one.")
     free_bytes = shutil.disk_usage(out.parent).free
@@ -66,8 +57,3 @@ def _check(out: Path, size_bytes: int) -> None:
             f"The export to '{out}' needs {size_bytes / 1e9:.3f} GB, and there are {free_bytes / 1e9:.3f} GB free: make"
             " room, or export to another disk."
         )
-
-
-def _refuse_existing(out: Path) -> None:
-    if os.path.lexists(out):
-        raise BadInput(f"'{out}' exists already and is not replaced: remove it, or export to another name.")

@@ -23,13 +23,14 @@ from terrazzo.checkpoint.storage.store import (
     CheckpointFolder,
     CheckpointStore,
     FileWriter,
+    aside_name,
     is_checkpoint,
     read_errors_named,
 )
 from terrazzo.errors import Damaged
 from terrazzo.files import replacing, sync_folder
 
-__all__ = ["LocalStore", "sweep"]
+__all__ = ["HiddenFolder", "LocalStore"]
 
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.(?:partial|removed)-[0-9a-f]+(?:\.lock)?")
 _SYNC_FILE_RANGE_WRITE = 2  # from fcntl.h
@@ -75,7 +76,7 @@ class LocalStore(CheckpointStore):
         shutil.rmtree(gone, ignore_errors=True)  # what stays is swept by the next save
 
     def set_aside(self, name: str, why: str = "damaged") -> str:
-        aside = f"{name}.{why}-{os.urandom(2).hex()}"
+        aside = aside_name(name, why)
         os.rename(self.root / name, self.root / aside)
         sync_folder(self.root)
         return aside
@@ -127,20 +128,64 @@ class LocalFolder(CheckpointFolder):
                 os.close(descriptor)
 
 
+class HiddenFolder:
+    """A hidden folder beside the name that it gets when all is in it, the same for all processes that give its nonce.
+
+    A lock tells one that is written into from what a dead process has left: that is removed when the next one begins.
+    """
+
+    def __init__(self, target: Path, nonce: str) -> None:
+        self._target, self.path = target, target.parent / f".{target.name}.partial-{nonce}"
+        self._lock = Lock(target.parent / f"{self.path.name}.lock")
+
+    def begin(self, mode: int = 0o777) -> None:
+        """Make it, in a folder that is there."""
+        _sweep(self._target.parent)
+        while self._lock.take() is False:  # first: a folder without one is taken for a dead process's
+            time.sleep(0.01)  # another one that begins has looked whether anyone holds it
+        os.mkdir(self.path, mode)
+
+    def alive(self) -> bool:
+        """Whether the process that began it is still there, as far as can be told."""
+        return self._lock.is_taken()
+
+    def committed(self) -> bool:
+        """Whether it has its name."""
+        return os.path.lexists(self._target) and not os.path.lexists(self.path)
+
+    def commit(self) -> None:
+        """Give it its name, durably. Raises `FileExistsError` where something has that."""
+        sync_folder(self.path)
+        if os.path.lexists(self._target):  # a rename would replace an empty folder
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self._target))
+        os.rename(self.path, self._target)
+        try:
+            sync_folder(self._target.parent)
+        except OSError:  # nobody knows what a loss of power would leave: then it must not be seen
+            os.rename(self._target, self.path)
+            raise
+        self.close()
+
+    def abandon(self) -> None:
+        """Remove it, as far as that is possible."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        self._lock.drop()
+
+
 class LocalDraft(CheckpointDraft):
-    """A hidden folder beside the name that it will get. A lock tells a live one from what a dead process left."""
+    """Files in a hidden folder."""
 
     def __init__(self, root: Path, name: str, nonce: str) -> None:
-        self._root, self._target = root, root / name
-        self._path = root / f".{name}.partial-{nonce}"
-        self._lock = Lock(root / f"{self._path.name}.lock")
+        self._root, self._hidden = root, HiddenFolder(root / name, nonce)
+        self._path = self._hidden.path
 
     def begin(self) -> None:
         _make_folders(self._root)
-        sweep(self._root)
-        while self._lock.take() is False:  # first: a folder without one is taken for a dead process's
-            time.sleep(0.01)  # another save has looked whether anyone holds it
-        os.mkdir(self._path, _FOLDER_MODE)
+        self._hidden.begin(_FOLDER_MODE)
 
     def create(self, file: str, size_bytes: int) -> FileWriter:
         return _LocalSink(self._path / file, size_bytes)
@@ -159,10 +204,10 @@ class LocalDraft(CheckpointDraft):
         return os.path.lexists(self._path / file)
 
     def committed(self) -> bool:
-        return os.path.lexists(self._target) and not os.path.lexists(self._path)
+        return self._hidden.committed()
 
     def alive(self) -> bool:
-        return self._lock.is_taken()
+        return self._hidden.alive()
 
     def commit(self, manifest: bytes, seal: bytes) -> None:
         for note in self._path.glob("*.note"):
@@ -177,23 +222,13 @@ class LocalDraft(CheckpointDraft):
             sink.finish()
             if self.folder().read(file, len(data)) != data:
                 raise Damaged(f"'{self._path / file}' was written and reads otherwise.")
-        sync_folder(self._path)
-        if os.path.lexists(self._target):  # a rename would replace an empty folder
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self._target))
-        os.rename(self._path, self._target)
-        try:
-            sync_folder(self._root)
-        except OSError:  # nobody knows what a loss of power would leave: then it must not be seen
-            os.rename(self._target, self._path)
-            raise
-        self.close()
+        self._hidden.commit()
 
     def abandon(self) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
-        self.close()
+        self._hidden.abandon()
 
     def close(self) -> None:
-        self._lock.drop()
+        self._hidden.close()
 
 
 class _LocalSink:
@@ -294,7 +329,7 @@ def _looks_complete(folder: Path) -> bool:
         return True
 
 
-def sweep(root: Path) -> None:
+def _sweep(root: Path) -> None:
     """Remove the hidden folders of saves, exports and removals that no living process is at."""
     for path in list(root.iterdir()):
         if not _PARTIAL.fullmatch(path.name) or path.name.endswith(".lock"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from terrazzo.checkpoint.storage.store import (
     CheckpointFolder,
     CheckpointStore,
     FileWriter,
+    aside_name,
     read_errors_named,
 )
 from terrazzo.errors import BadInput, Damaged
@@ -58,7 +58,7 @@ class RemoteStore(CheckpointStore):
         self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def set_aside(self, name: str, why: str = "damaged") -> str:
-        aside = f"{name}.{why}-{os.urandom(2).hex()}"
+        aside = aside_name(name, why)
         self._fs.mv(f"{self._root}/{name}", f"{self._root}/{aside}", recursive=True)
         return aside
 

@@ -23,6 +23,7 @@ __all__ = [
     "CheckpointFolder",
     "CheckpointStore",
     "FileWriter",
+    "aside_name",
     "is_checkpoint",
     "not_saved",
     "read_errors_named",
@@ -232,6 +233,11 @@ def step_of(path: str) -> int | None:
     name = path.rpartition("/")[2]
     match = _STEP_NAME.fullmatch(name)
     return step if match and step_name(step := int(match[1])) == name else None
+
+
+def aside_name(name: str, why: str) -> str:
+    """A new name, which no series has, for a checkpoint that is put aside; `why` is a word of it."""
+    return f"{name}.{why}-{os.urandom(2).hex()}"
 
 
 def is_checkpoint(entries: Iterable[str]) -> bool:
