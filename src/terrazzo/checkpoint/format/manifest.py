@@ -36,6 +36,7 @@ __all__ = [
     "FILE_NAME",
     "ITEMSIZES",
     "MANIFEST",
+    "MAX_MANIFEST_BYTES",
     "SEAL",
     "VERSION",
     "Dtype",

@@ -30,7 +30,7 @@ from terrazzo.checkpoint.storage.store import (
 from terrazzo.errors import Damaged
 from terrazzo.files import replacing, sync_folder
 
-__all__ = ["HiddenFolder", "LocalStore"]
+__all__ = ["HiddenFolder", "LocalDraft", "LocalFolder", "LocalStore"]
 
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.(?:partial|removed)-[0-9a-f]+(?:\.lock)?")
 _SYNC_FILE_RANGE_WRITE = 2  # from fcntl.h

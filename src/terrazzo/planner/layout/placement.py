@@ -20,7 +20,7 @@ from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.optimizers import OptimizerSpec
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Placement", "placed_units", "placement_of", "stand_ins"]
+__all__ = ["PlacedUnit", "Placement", "PlannedAxis", "placed_units", "placement_of", "stand_ins"]
 
 
 @hashed_once

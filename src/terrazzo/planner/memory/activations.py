@@ -19,6 +19,7 @@ from terrazzo.words import CheckpointMode
 
 __all__ = [
     "FORMULAS",
+    "FP32_BYTES",
     "BlockActivations",
     "RepeatedShares",
     "block_activations",

@@ -9,7 +9,15 @@ from terrazzo.planner.figures import SPARE, Formula, Term
 from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["FORMULAS", "device_bytes", "reserved_bytes", "upper_bytes", "workspace_bytes"]
+__all__ = [
+    "FORMULAS",
+    "MOVING_UPPER",
+    "RESTING_UPPER",
+    "device_bytes",
+    "reserved_bytes",
+    "upper_bytes",
+    "workspace_bytes",
+]
 
 WORKSPACE_BYTES = 2 * 32 * 2**20
 """cuBLAS takes 32 MiB for each thread that multiplies, forward's and backward's (pytorch aten/src/ATen/cuda/

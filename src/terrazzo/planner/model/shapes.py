@@ -13,7 +13,17 @@ from typing import Literal, NamedTuple
 
 from terrazzo.planner.caching import hashed_once
 
-__all__ = ["BUILT_IN", "BlockShape", "MatrixSplit", "ModelShape", "Role", "TensorShape", "UnitShape", "parts_along_tp"]
+__all__ = [
+    "BUILT_IN",
+    "BlockShape",
+    "MatrixSplit",
+    "ModelShape",
+    "Role",
+    "TensorShape",
+    "UnitShape",
+    "active_share",
+    "parts_along_tp",
+]
 
 BUILT_IN = "terrazzo"
 """The family of the built-in decoder."""

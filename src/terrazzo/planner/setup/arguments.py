@@ -15,7 +15,7 @@ from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.setup import AttentionKernel, Loss, PipelineOrder, Ranking, TpOverlap, UpdateKernel
 
-__all__ = ["MOST_DEVICES", "checked", "count_range"]
+__all__ = ["LEAST", "MOST_DEVICES", "checked", "count_range"]
 
 MOST_DEVICES = 1_000_000
 """The most devices that a request may name."""

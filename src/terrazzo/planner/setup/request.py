@@ -18,7 +18,7 @@ from terrazzo.planner.setup.arguments import checked
 from terrazzo.planner.setup.framework import TERRAZZO, Framework
 from terrazzo.planner.setup.setup import AttentionKernel, Loss, PipelineOrder, Ranking, TpOverlap, UpdateKernel
 
-__all__ = ["Request"]
+__all__ = ["ModelSource", "Request"]
 
 ModelSource = str | Path | nn.Module | int | float | Mapping[str, Any] | ModelShape
 

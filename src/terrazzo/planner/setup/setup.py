@@ -16,7 +16,16 @@ from terrazzo.planner.setup.framework import TERRAZZO, Framework
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerSpec
 from terrazzo.words import CheckpointMode
 
-__all__ = ["Setup"]
+__all__ = [
+    "AttentionKernel",
+    "Fp8Recipe",
+    "Loss",
+    "PipelineOrder",
+    "Ranking",
+    "Setup",
+    "TpOverlap",
+    "UpdateKernel",
+]
 
 AttentionKernel = Literal["flash", "cudnn", "flash3", "triton", "math"]
 Loss = Literal["full", "fused", "chunked", "parts"]

@@ -17,7 +17,7 @@ from terrazzo.planner.timing.pipeline_rank import slowest_rank
 from terrazzo.planner.timing.rates import matmul_rate
 from terrazzo.planner.traffic.volumes import traffic_of
 
-__all__ = ["time_of"]
+__all__ = ["CALIBRATED_BAND", "time_of"]
 
 BAND = 0.20
 """Relative error that nine of ten published steps stay within, half of them within 0.06
