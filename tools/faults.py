@@ -244,7 +244,7 @@ MUTATIONS = [
     Mutation(
         "a folder is renamed before its names are flushed",
         "checkpoint/storage/local.py",
-        "        sync_folder(self._path)\n        if",
+        "        sync_folder(self.path)\n        if",
         "        if",
         "checkpoint/test_power_loss.py",
     ),

@@ -34,6 +34,9 @@ from terrazzo.train.settings.optimizer import construct
 
 __all__ = ["estimate_run", "exchanges_of", "traced_memory"]
 
+PLACES = "cp all_gather"
+"""What ranks along cp send of where documents begin, under `ulysses` alone, which gathers nothing else."""
+
 TRACED_LAYERS = 3
 """Layers of a deep decoder that are traced: the first, one for all in the middle, and the last."""
 
@@ -141,7 +144,12 @@ def exchanges_of(config: Config, setup: Setup, rank: int) -> dict[str, int]:
         return {}
     model = prepare_model(_traced(config, setup, shortened=False))
     traced = _trace_of(model, config, setup, find_units(model, None)[0])
-    return {} if traced is None else {name: sent * setup.micro_batches for name, sent in traced[1].items()}
+    if traced is None:
+        return {}
+    sent = {name: count * setup.micro_batches for name, count in traced[1].items()}
+    if mesh.cp > 1 and setup.context == "ulysses":  # a trace has nothing of where documents begin
+        sent[PLACES] = expected_exchanges(setup, 0)[PLACES]
+    return sent
 
 
 def _trace_of(
