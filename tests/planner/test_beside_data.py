@@ -142,7 +142,7 @@ def base(family: str, experts: int) -> nn.Module:
 class EvenRouter(Router):
     """Gives all experts as many rows."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         chosen = torch.arange(len(x) * self.config.top_k).view(len(x), -1) % self.config.count
         weights = F.linear(x.float(), self.weight.float()).gather(-1, chosen)
         return weights, chosen, torch.bincount(chosen.flatten(), minlength=self.config.count)

@@ -100,14 +100,16 @@ def test_a_mesh_that_fixes_how_many_there_are_is_refused(mesh: dict[str, int | N
 
 
 def test_fewer_ranks_that_cannot_run_it_are_refused_before_a_start(tmp_path: Path) -> None:
-    experts = {"count": 4, "balance": "loss"}
     config = config_in(
         tmp_path,
-        model={"experts": experts},
+        model={"experts": {"count": 4}},
+        plan={"name": "zero3", "mesh": {"ep": 2}},
         launch={"ranks": "3:4", "restarts": 1, "device": "cpu"},
         batch={"global_batch": 8},
     )
-    with pytest.raises(BadInput, match=r"launch.ranks is 3:4, and of 3 ranks it would be refused: batch: 4 of 12 rows"):
+    with pytest.raises(
+        BadInput, match=r"launch.ranks is 3:4, and of 3 ranks it would be refused: plan.mesh: The mesh has ep 2"
+    ):
         check(config, 4, fewer=[3])
     check(config, 4)
 

@@ -36,17 +36,17 @@ class OutsideForward:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], why: str) -> None:
-        self._parameters = [(each, note) for each in parameters if (note := note_of(each)) is not None]
+        self._watched = [(each, note) for each in parameters if (note := note_of(each)) is not None]
         self._why = why
 
     def close(self) -> None:
-        for parameter, note in self._parameters:
+        for parameter, note in self._watched:
             if note.refuses is None and not isinstance(parameter, Placeholder):
                 note.refuses = self._why
                 parameter.__class__ = _watched(type(parameter))
 
     def open(self) -> None:
-        for parameter, note in self._parameters:
+        for parameter, note in self._watched:
             if note.refuses is self._why:
                 note.refuses = None
                 if isinstance(parameter, _Watched):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.optim.stock.settings import STEP_HOOKS, Settings, frozen
 
-__all__ = ["Stepper", "bare_copy", "bring_back", "is_torchs", "unhooked_step"]
+__all__ = ["Stepper", "bare_copy", "bring_back", "is_driven", "is_torchs", "unhooked_step"]
 
 
 class Stepper:
