@@ -484,6 +484,7 @@ class Asides(Net):
     def forward(self, tokens: Tensor) -> Any:
         hidden = self.blocks[0](self.embed(tokens))
         aux = hidden.float().square().mean()
+        self.phases = torch.complex(aux, -aux)
         if self.way == "attribute":
             self.blocks[0].aux = aux
         elif self.way == "dict":
@@ -552,6 +553,7 @@ def test_what_is_put_aside_trains_at_the_scale_of_an_output(plan: str, way: str)
             optimizer.step()
             optimizer.zero_grad()
             model.hidden = None
+        assert model.phases.imag != 0  # which no scale makes real
         return full_parameters(model)
 
     if plan not in _trained_by_output:

@@ -363,6 +363,27 @@ def squares(model: nn.Module, glob: str) -> Tensor:
     return sum(p.pow(2).sum() for name, p in model.named_parameters() if fnmatch.fnmatchcase(name, glob))
 
 
+@pytest.mark.parametrize(
+    "options", [{"plan": "zero0"}, {"plan": "zero0@cpu", "offload": tz.Offload(step="synchronous")}]
+)
+def test_a_penalty_before_the_forward_is_refused_from_the_first_step_on(options) -> None:
+    base = seeded(Net)
+    plain, _ = trained(base, 2)
+
+    def body(rank):
+        model, optimizer = sharded(base, tensor=PLAN, **options)
+        for _ in range(2):
+            loss = squares(model, "*norm.weight") + lm_loss(model, TOKENS[0])
+            with pytest.raises(tz.Misuse, match=r"norm\.weight' .pow. outside of the model's forward"):
+                loss.backward()
+            optimizer.zero_grad()
+            step(model, optimizer, TOKENS[0])
+        return model.state_dict()
+
+    for found in run_in_threads(2, body):
+        close(found, plain.state_dict())
+
+
 def penalized(model: nn.Module, tokens: Tensor, glob: str) -> Tensor:
     return lm_loss(model, tokens) + 0.5 * squares(model, glob)
 

@@ -72,13 +72,14 @@ class BackwardHooks:
         self.surprised = False
 
     def attach(self) -> None:
-        """Register the hooks on the units' trainable parameters."""
+        """Register the hooks on the units' trainable parameters, which are outside of a forward from now on."""
         for unit in self.units:
             for number, bucket in enumerate(unit.buckets):
                 for index, member in enumerate(bucket.members if bucket.spec.trainable else ()):
                     method = BackwardHooks.accumulate_gradient
                     hook = weakly(self, method, unit.index, number, index, trains=repr(member.name))
                     register_accumulate_hook(member.parameter, hook)
+        self.outside.close()
 
     # -- it begins ---------------------------------------------------------------------------------------------
 

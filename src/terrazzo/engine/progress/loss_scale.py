@@ -205,7 +205,7 @@ class DynamicLossScale(LossScale):
         """Scale what modules have put aside in attributes, or in lists and dicts there, as an output is."""
 
         def scaled(tensor: Tensor) -> Tensor:
-            if _unscaled(tensor) is not tensor:
+            if not tensor.is_floating_point() or _unscaled(tensor) is not tensor:
                 return tensor
             made = self._scaled(tensor)
             made.grad_fn.unscaled = tensor  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.buckets.parameters.note import Note, note_of, register_before_own
+from terrazzo.engine.buckets.parameters.outside_forward import watched
 from terrazzo.engine.buckets.parameters.placeholder import Placeholder, Zeros
 from terrazzo.engine.runtime.callers import calling_module
 from terrazzo.engine.runtime.compiled import is_of_compiler
@@ -93,9 +94,9 @@ class Guard:
                 note.arrive = arrive
 
     def open(self) -> None:
-        """Make the parameters ordinary ones again, of the classes they had."""
-        for parameter, original in self._classes:
-            parameter.__class__ = original
+        """Make the parameters ordinary ones again, of the classes they had; watched, where a loss may not have them."""
+        for (parameter, original), note in zip(self._classes, self._notes, strict=True):
+            parameter.__class__ = original if note.refuses is None else watched(original)
 
 
 def plain_data(parameter: nn.Parameter) -> Tensor:

@@ -22,13 +22,13 @@ from terrazzo.engine.runtime.overrides import function_name, is_question
 from terrazzo.engine.runtime.private_torch import graph_task, plainly, tree_map_only
 from terrazzo.errors import Misuse
 
-__all__ = ["OutsideForward"]
+__all__ = ["OutsideForward", "watched"]
 
 
 class OutsideForward:
     """Refuses gradients of parameters from what is computed with them between `close` and `open`.
 
-    Those whose values are not here then are refused by their own class.
+    Those whose values are not here then are refused by their own class, and by this as their values come.
 
     Args:
         parameters: of a sharded model.
@@ -41,9 +41,10 @@ class OutsideForward:
 
     def close(self) -> None:
         for parameter, note in self._watched:
-            if note.refuses is None and not isinstance(parameter, Placeholder):
+            if note.refuses is None:
                 note.refuses = self._why
-                parameter.__class__ = _watched(type(parameter))
+                if not isinstance(parameter, Placeholder):  # else it becomes that as its values come
+                    parameter.__class__ = watched(type(parameter))
 
     def open(self) -> None:
         for parameter, note in self._watched:
@@ -92,7 +93,8 @@ _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 @functools.cache
-def _watched(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+def watched(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Class of a parameter of class `kind` that hears what is computed with it."""
     return type(kind.__name__, (_Watched, kind), {"inside": kind, "__module__": kind.__module__})
 
 
