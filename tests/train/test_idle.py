@@ -49,6 +49,7 @@ ROOT = Path(__file__).parents[2]
         ({"parallel": {"pipeline": {"chunks": 2}}}, "parallel.pipeline.chunks does", "set plan.mesh.pp"),
         ({"parallel": {"context": {"mode": "ring", "balance": "none"}}}, "parallel.context.mode, parallel.", "mesh.cp"),
         ({"parallel": {"tensor": {"sequence": False}}}, "parallel.tensor.sequence does", "set plan.mesh.tp"),
+        ({"parallel": {"tensor": {"plan": {"*.q_proj": "colwise"}}}}, "parallel.tensor.plan does", "set plan.mesh.tp"),
         ({"plan": {"outer": {"delay": 1}}}, "plan.outer.delay does", "set plan.sync_every"),
         (
             {"plan": {"sync_every": 5, "outer": {"mixing": 0.1}, "mesh": {"dp_replicate": 2}}},

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from terrazzo.config import Config, MuonConfig, setting_texts
+from terrazzo.config import Config, MuonConfig
 from terrazzo.engine import Offload
 from terrazzo.train.data.sources import PYTHON_STDLIB, without_records
 from terrazzo.train.data.tokenizer import BYTES
@@ -32,22 +33,28 @@ class _Rule(NamedTuple):
 
 def idle_notes(config: Config, world_size: int) -> list[str]:
     """Lines that name the settings without effect in this run, why, and the edit."""
-    now, usual, notes = setting_texts(config), setting_texts(Config()), []
+    notes = []
     for rule in (*_RULES, *(_OF_ONE_RANK if world_size == 1 else ())):
-        changed = [key for key in rule.keys.split() if now[key] != usual[key]]
+        changed = _changed(config, rule.keys.split())
         if changed and rule.applies(config):
             notes.append(_note(changed, rule.why, rule.edit))
     unused = Offload.unused_under(build_plan(config), activations=config.offload.activations == "cpu")
     for (why, tier), names in unused.items():
-        if changed := [key for name in names if now[key := f"offload.{name}"] != usual[key]]:
+        if changed := _changed(config, [f"offload.{name}" for name in names]):
             notes.append(_note(changed, why, f"set offload.optim={tier}"))
     for why, names in unused_formats(config, world_size).items():
-        if changed := [key for name in names if now[key := f"precision.{name}"] != usual[key]]:
+        if changed := _changed(config, [f"precision.{name}" for name in names]):
             notes.append(_note(changed, why, "start more ranks, under a plan that splits, such as plan.name=zero3"))
     if (ranks := config.rank_numbers) and world_size not in ranks:
         why = f"{world_size} ranks have been started by torchrun or Slurm"
         notes.append(_note(["launch.ranks"], why, "start as many"))
     return notes
+
+
+def _changed(config: Config, keys: Iterable[str]) -> list[str]:
+    """Those of `keys` that are not at their defaults."""
+    usual = Config()
+    return [key for key in keys if (value := operator.attrgetter(key))(config) != value(usual)]
 
 
 def _note(keys: list[str], why: str, edit: str) -> str:
