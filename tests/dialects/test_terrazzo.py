@@ -19,6 +19,7 @@ from terrazzo.dialects.formats.torchtitan.dialect import DIALECT as TORCHTITAN
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.convert import convert_reading
+from terrazzo.dialects.verbs.diff import compare
 from terrazzo.dialects.verbs.precision_table import costs
 from terrazzo.dialects.verbs.understand import Understood, read_document, understand
 from terrazzo.documents import Loaded, load
@@ -315,6 +316,23 @@ def test_all_keys_at_once_survive() -> None:
 @pytest.mark.parametrize("key", ["checkpoint.every", "offload.threads", "plan.mesh.dp_shard", "train.eval_every"])
 def test_an_explicit_null_survives(key: str) -> None:
     assert_the_same_run(nested({key: None}))
+
+
+@pytest.mark.parametrize(
+    ("raw", "path"),
+    [
+        ({"precision": {"linears": "fp8-rowwise", "skip": []}}, "precision.skip"),
+        (
+            {"train": {"activation_checkpointing": "selective", "activation_checkpointing_ops": []}},
+            "activation_checkpointing.ops",
+        ),
+    ],
+)
+def test_an_empty_list_is_another_choice_than_null(raw: dict[str, Any], path: str) -> None:
+    chosen, left = (read_document(OURS, document, ReadingContext()).description for document in (raw, {}))
+    assert (chosen.value(path), left.value(path)) == ((), None)
+    assert path in {difference.path for difference in compare(chosen, left)}
+    assert flatten(converted("terrazzo", "terrazzo", raw).document).items() >= flatten(raw).items()
 
 
 def test_groups_that_follow_the_number_of_ranks_survive() -> None:

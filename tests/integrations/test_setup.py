@@ -278,3 +278,7 @@ def test_shard_checkpoints_activations_first() -> None:
 def test_gathered_weights_come_in_the_dtype_of_autocast(compute: str) -> None:
     setup = made(**of_row("zero3"), precision__autocast=True, precision__compute=compute, precision__weight="fp32")
     assert setup.autocast is setup.precision.compute is {"bf16": torch.bfloat16, "fp16": torch.float16}[compute]
+
+
+def test_an_empty_list_of_layers_to_skip_is_another_choice_than_none() -> None:
+    assert [made(precision__skip=skip).skip for skip in ((), None)] == [(), None]

@@ -265,10 +265,9 @@ OFF: dict[str, Any] = {
     "precision.quantized_reduce": "none",
     "precision.error_feedback": False,
     "precision.linears": "compute",
-    "precision.skip": (),
     "optimizer.options": {},
     "schedule.options": {},
-    **dict.fromkeys(("units.classes", "activation_checkpointing.ops", "offload.path"), ()),
+    **dict.fromkeys(("units.classes", "offload.path"), ()),
     **dict.fromkeys(TIER_PATHS, "device"),
 }
 """The value that asks for nothing to happen, by path."""

@@ -78,11 +78,16 @@ def _setup(settings: RequestedSettings, device: torch.device, loaded: torch.dtyp
         activation_checkpointing=_activation_checkpointing(settings),
         compile=bool(settings.value("training.compile")),
         float8=_float8(settings),
-        skip=tuple(settings.value("precision.skip") or ()) or None,
+        skip=_names(settings.value("precision.skip")),
         autocast=_autocast(settings),
         clip=settings.value("training.clip") or None,
         accumulation=settings.value("batch.accumulation") or 1,
     )
+
+
+def _names(value: Sequence[str] | None) -> tuple[str, ...] | None:
+    """None where the engine chooses; an empty list is a choice of its own."""
+    return None if value is None else tuple(value)
 
 
 # -- precision -----------------------------------------------------------------------------------------------------
@@ -279,5 +284,4 @@ def _activation_checkpointing(settings: RequestedSettings) -> ActivationSetup:
             f"{settings.name('activation_checkpointing.offload')} moves to the host what activation checkpointing "
             "keeps, and the configuration asks for none: turn that on, or remove it."
         )
-    ops = tuple(value("ops")) if value("ops") is not None else None
-    return ActivationSetup(mode, every, ops, bool(value("offload")))
+    return ActivationSetup(mode, every, _names(value("ops")), bool(value("offload")))

@@ -86,7 +86,7 @@ def _fp8(draft: Draft, linears: str) -> str:
         draft.implied("precision.compute", key="mixed_precision")
     else:
         draft.lossy("precision.compute", "fp8 lies on bf16", "mixed_precision")
-    if draft.value("precision.skip"):
+    if draft.value("precision.skip") is not None:
         draft.lossy("precision.skip", "layers are chosen in code: AORecipeKwargs(module_filter_func=...)")
     return "fp8"
 

@@ -168,7 +168,7 @@ def _activations(draft: Draft) -> None:
         draft.put(paths, key, "full", why, "lossy" if why else "applied")
         draft.write("recompute-method", "uniform")
         draft.write("recompute-num-layers", 1)
-    if draft.value("activation_checkpointing.ops"):
+    if draft.value("activation_checkpointing.ops") is not None:
         draft.lossy(
             "activation_checkpointing.ops", "selective computes the core of attention again: see recompute-modules"
         )

@@ -84,7 +84,7 @@ class _SchemaReader(Reader):
 
 def _neutral(key: str, value: Any) -> Any:
     if CONFIG_KEYS[key].kind is list:
-        return tuple(value or ())
+        return None if value is None else tuple(value)
     return WORDS[key][value] if key in WORDS else value
 
 

@@ -313,7 +313,7 @@ def _activation_checkpointing(draft: TerrazzoDraft) -> None:
     elif mode not in (None, *CHECKPOINT_MODES):
         draft.lossy(paths, f"there is no mode {mode}; full is written", key)
         draft.write(key, "full")
-    if draft.value("activation_checkpointing.ops"):
+    if draft.value("activation_checkpointing.ops") is not None:
         draft.carry("activation_checkpointing.ops")
     _activation_offload(draft, mode)
 

@@ -28,7 +28,7 @@ def write_precision(draft: TerrazzoDraft) -> None:
     draft.carry("precision.quantized_reduce")
     draft.carry("precision.error_feedback")
     draft.carry("precision.linears")
-    if draft.value("precision.skip"):
+    if draft.value("precision.skip") is not None:
         draft.carry("precision.skip")
     _follows(draft, "output", "compute")
     _follows(draft, "saved", "master")
