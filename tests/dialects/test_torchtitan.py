@@ -19,6 +19,7 @@ from terrazzo.dialects.formats.torchtitan.keys import KEYS
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.convert import convert_reading
 from terrazzo.dialects.verbs.understand import read_document
+from terrazzo.documents.dotted_keys import flatten
 from tests.dialects.peers import (
     assert_agrees_or_says,
     converted,
@@ -417,6 +418,18 @@ def test_what_a_key_says_beyond_its_settings_is_lost_elsewhere_and_named(documen
         (verdict,) = converted("torchtitan", target, document).verdicts
         assert verdict.kind == kind
         assert (why in verdict.why) is (kind == "lossy")
+
+
+@pytest.mark.parametrize(("micro", "total", "local"), [(1, 8, 2), (1, 10, None), (2, 8, 2), (2, 12, None)])
+def test_a_batch_that_does_not_fill_the_micro_batches_of_stages_is_lost_by_name(
+    micro: int, total: int, local: int | None
+) -> None:
+    document = {"plan": {"mesh": {"pp": 2}}, "batch": {"global_batch": total, "micro_batch": micro}}
+    conversion = converted("terrazzo", "torchtitan", document, world=8)
+    assert flatten(conversion.document).get("training.local_batch_size") == local
+    (verdict,) = [each for each in conversion.verdicts if each.key == "batch.global_batch"]
+    assert (verdict.kind == "lossy") is (local is None)
+    assert (f"{total} samples do not come out whole on 4 data ranks" in verdict.why) is (local is None)
 
 
 def test_routing_that_is_forced_is_no_detail() -> None:

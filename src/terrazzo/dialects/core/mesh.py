@@ -51,10 +51,11 @@ def data_ranks(description: Description) -> int | None:
 def ranks_left(description: Description, world: int | None, axes: Iterable[str]) -> int | None:
     """Ranks that some axes leave: of the world that the description says, else of `world`.
 
-    0 where they need more than there are; None where the number of ranks is not known.
+    None where the number of ranks is not known, or the axes do not divide it.
     """
     ranks: int | None = description.value("mesh.world") or world
-    return None if ranks is None else ranks // math.prod(description.value(f"mesh.{axis}") or 1 for axis in axes)
+    taken = math.prod(description.value(f"mesh.{axis}") or 1 for axis in axes)
+    return None if ranks is None or ranks % taken else ranks // taken
 
 
 def row_fault(plan: Plan) -> str:

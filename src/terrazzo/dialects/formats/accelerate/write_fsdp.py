@@ -76,7 +76,7 @@ def _one_axis(draft: Draft, world: int | None) -> int | None:
     shards, ranks = draft.value("mesh.dp_shard"), ranks_left(draft.description, world, ("tp", "cp"))
     if shards is not None and (draft.value("mesh.dp_replicate") is not None or not draft.is_set("mesh.dp_replicate")):
         return int(shards * draft.value("mesh.dp_replicate", 1))
-    return None if ranks is None else max(1, ranks)
+    return ranks
 
 
 def _parallel(draft: Draft, hybrid: bool, shards: int | None, sizes: dict[str, int]) -> None:

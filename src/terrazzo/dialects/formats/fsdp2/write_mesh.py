@@ -66,7 +66,7 @@ def _data_axes(draft: Draft, row: str, context: ReadingContext) -> tuple[int | N
     known = draft.is_set("mesh.dp_replicate")
     whole = product((replicas if known else 1, shards))
     if row == "zero0":
-        ranks = ranks_left(draft.description, context.world, SAME_DATA_AXES) or None
+        ranks = ranks_left(draft.description, context.world, SAME_DATA_AXES)
         return (whole or ranks, 1)
     return (whole,)
 

@@ -105,4 +105,4 @@ def shard_ranks(draft: Draft, world: int | None) -> int | None:
     open_ended = draft.is_set("mesh.dp_replicate") and draft.value("mesh.dp_replicate") is None
     if shards is not None or open_ended:
         return shards
-    return ranks_left(draft.description, world, ("dp_replicate", *SAME_DATA_AXES)) or None
+    return ranks_left(draft.description, world, ("dp_replicate", *SAME_DATA_AXES))

@@ -8,7 +8,7 @@ from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, write_offload
 from terrazzo.dialects.formats.torchtitan.keys import KEYS, LOCAL_BATCH, PIPELINED_BATCH
-from terrazzo.dialects.formats.torchtitan.write_plan import SAME_DATA_AXES, write_plan
+from terrazzo.dialects.formats.torchtitan.write_plan import TAKEN_AXES, write_plan
 
 __all__ = ["write"]
 
@@ -136,7 +136,7 @@ def _is_pipelined(draft: Draft) -> bool:
 
 def _batch(draft: Draft, context: ReadingContext) -> None:
     micro, count = draft.value("batch.micro_batch"), draft.value("batch.accumulation")
-    ranks = ranks_left(draft.description, context.world, SAME_DATA_AXES)
+    ranks = ranks_left(draft.description, context.world, TAKEN_AXES)
     if _is_pipelined(draft):
         _local_batch(draft, micro, count, ranks)
     elif draft.value("batch.global_batch"):
@@ -155,8 +155,11 @@ def _local_batch(draft: Draft, micro: int | None, count: int | None, ranks: int 
     total, paths = draft.value("batch.global_batch"), ("batch.accumulation", "batch.global_batch")
     if micro and count:
         draft.put(paths, LOCAL_BATCH, micro * count)
-    elif total and ranks:
+    elif total and ranks and total % (ranks * (micro or 1)) == 0:
         draft.put(paths, LOCAL_BATCH, total // ranks)
+    elif total and ranks:
+        parts = f"{ranks} data ranks" + (f" with micro-batches of {micro}" if micro else "")
+        draft.lossy(paths, f"torchtitan fills every micro-batch, and {total} samples do not come out whole on {parts}")
     else:
         need = "the number of ranks (--world)" if total else "the micro-batch and the number of them"
         draft.lossy(paths, f"torchtitan counts what one data rank sends through the stages, which needs {need}")
@@ -251,7 +254,7 @@ def _activations(draft: Draft) -> None:
     elif mode is not None:
         why = f"SelectiveAC keeps every second matrix product, as selective_half does; asked was {mode}"
         draft.put(path, key, "SelectiveAC", why, "lossy")
-    if draft.value("activation_checkpointing.ops"):
+    if draft.value("activation_checkpointing.ops") is not None:
         draft.lossy("activation_checkpointing.ops", "which operators are kept is decided in a subclass of SelectiveAC")
 
 

@@ -10,12 +10,12 @@ from terrazzo.dialects.core.mesh import ranks_left
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row
 from terrazzo.dialects.formats.torchtitan.keys import DEGREES, PIPELINE, SCHEDULES, STAGE_LAYERS
 
-__all__ = ["SAME_DATA_AXES", "write_plan"]
+__all__ = ["TAKEN_AXES", "write_plan"]
 
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "zero0")
 _REPLICAS, _SHARDS = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
 _KEEPS = ("shard_grad_op", "hybrid_shard_zero2")
-SAME_DATA_AXES = ("tp", "cp", "pp")
+TAKEN_AXES = ("tp", "cp", "pp")
 """Axes whose ranks see the same data; there is no sp."""
 _ORDERS = {
     ("gpipe", False): "GPipe",
@@ -116,7 +116,7 @@ def _shard_degree(draft: Draft, ranks: int | None, why: str = "") -> None:
 
 def _replicated(draft: Draft, replicas: int, shards: int | None, context: ReadingContext) -> None:
     """Nothing is split: every data rank is a replica."""
-    ranks = replicas * shards if shards else ranks_left(draft.description, context.world, SAME_DATA_AXES) or None
+    ranks = replicas * shards if shards else ranks_left(draft.description, context.world, TAKEN_AXES)
     if ranks is None:
         why = "torchtitan counts replicas, and the number of ranks is not known: say --world"
         draft.refuse((*SHARDING_PATHS, *DATA_AXIS_PATHS), why)
