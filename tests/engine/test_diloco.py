@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import ModelState, engine_of, estimate
+from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.dry_run.outer import dry_run_outer_step
 from terrazzo.engine.plan import diloco
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
@@ -533,6 +535,30 @@ def test_replicas_that_load_other_values_are_refused_on_every_rank() -> None:
             model.load_state_dict(given)
         with pytest.raises(tz.RanksApart, match=r"other names; of 'head\.bias'"):
             model.load_state_dict({name: given[name] for name in [*given][: len(given) - rank]}, strict=False)
+
+    on_ranks(2, body)
+
+
+def test_an_exchange_under_way_as_weights_are_loaded_changes_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though one of them has seen its end before: the momentum is that of before, on all."""
+    base, settings = Even(), tz.DiLoCo(4, traffic="int8", delay=3, meet_every=8)  # in one collective
+    advance = Transfer.advance
+
+    def advance_on_first(exchange: Any) -> None:
+        if dist.get_rank() == 0:
+            advance(exchange)
+
+    monkeypatch.setattr(Transfer, "advance_if_ended", advance_on_first)
+
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(copy.deepcopy(base), sgd, "zero0", mesh=mesh_of(2, 1), diloco=settings)
+        train(model, optimizer, 5, rank)
+        model.load_state_dict(base.state_dict())
+        outer = engine_of(model).outer
+        assert outer is not None
+        for bucket in outer._buckets:
+            with bucket.outer[1].opened(bucket.outer[1].range) as momentum:
+                assert not momentum.any()
 
     on_ranks(2, body)
 

@@ -23,7 +23,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.block_sums import sum_everywhere
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.transfer import Moves, Transfer
+from terrazzo.engine.comm.transfer import Handle, Moves, Transfer
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.formats.block_format import tile_numel
 from terrazzo.engine.instrumentation.label import Label, Purpose
@@ -198,6 +198,7 @@ class OuterSteps:
                     message[within].copy_(first - weights)
             mean = _mean_of_blocks if self.settings.traffic == "int8" else _mean
             yield from mean(message, numel, along)
+            yield Handle()  # no `advance_if_ended` goes on from here: no replica takes a step before all do
             if self.begins:
                 return  # other weights have been loaded meanwhile
             for bucket, tile, within in _tiles(parts, device):
