@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -122,6 +123,15 @@ def test_sparse_gradients_are_refused() -> None:
                 tz.shard(model, None, "zero2")
             model[1].requires_grad_(False)
             tz.shard(model, None, "zero2")
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2", "zero3"])
+def test_embeddings_that_scale_the_rows_of_a_batch_are_refused_where_ranks_have_batches(plan: str) -> None:
+    for ranks in (1, 2):
+        with fake_group(ranks):
+            model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 3))
+            with pytest.raises(tz.BadInput, match=r"0: .*max_norm=None") if ranks > 1 else contextlib.nullcontext():
+                tz.shard(model, None, plan)
 
 
 def test_a_model_and_an_optimizer_the_wrong_way_round() -> None:

@@ -18,7 +18,7 @@ from terrazzo.engine.optim.stock.settings import NOT_HYPER
 from terrazzo.engine.optim.stock.template import has_values
 from terrazzo.engine.plan.partition import UnitSpec
 
-__all__ = ["buffer_facts", "check_versions", "model_facts", "optimizer_facts", "state_facts"]
+__all__ = ["buffer_facts", "check_versions", "model_facts", "optimizer_facts", "state_facts", "versions"]
 
 
 def check_versions(axes: Axes) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.parameters.note import note_of
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.model.torch_wrappers import check_unwrapped
 from terrazzo.engine.plan.precision import MOMENTS_NAMES, Precision
@@ -23,7 +24,7 @@ from terrazzo.marks import waits_for_root
 from terrazzo.messages import listed, warn
 from terrazzo.words import DTYPE_FIELDS
 
-__all__ = ["check_device", "check_dtypes", "check_model"]
+__all__ = ["check_device", "check_dtypes", "check_max_norm", "check_model"]
 
 
 def _check_module(model: object) -> None:
@@ -137,6 +138,24 @@ def _check_sparse(model: nn.Module) -> None:
         raise BadInput(
             f"{listed(names)}: gradients of an embedding with sparse=True are sparse tensors, which have "
             "no place in a flat gradient. Build it with sparse=False, or freeze its weight."
+        )
+
+
+def check_max_norm(model: nn.Module, axes: Axes) -> None:
+    """Refuse embeddings that scale rows of their weights in each forward: those of a rank's own batch.
+
+    Raises:
+        BadInput: there, where ranks have batches of their own.
+    """
+    embeddings = (
+        (name, each) for name, each in model.named_modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+    )
+    names = [name for name, each in embeddings if each.max_norm is not None]
+    if names and axes.size(axes.data) > 1:
+        raise BadInput(
+            f"{listed(names)}: an embedding with max_norm changes the rows of its weight that a forward reads, and "
+            "each rank reads others: the ranks' weights would come apart. Build it with max_norm=None, and scale in "
+            "forward what it returns; or scale its weight after steps, inside 'with tz.gathered(model, write=True):'."
         )
 
 

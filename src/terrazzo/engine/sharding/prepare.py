@@ -47,7 +47,7 @@ from terrazzo.engine.sharding.compared_facts import (
 from terrazzo.engine.sharding.initial_values import check_initializable
 from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.sharding.mesh_checks import check_group, check_is_mesh, check_kind, check_mesh
-from terrazzo.engine.sharding.model_checks import check_device, check_dtypes, check_model
+from terrazzo.engine.sharding.model_checks import check_device, check_dtypes, check_max_norm, check_model
 from terrazzo.engine.sharding.packed_checks import check_packed
 from terrazzo.engine.sharding.replica_checks import check_diloco, check_fragments
 from terrazzo.engine.sharding.settings_checks import (
@@ -173,6 +173,7 @@ def _read_arguments(
     plan = plan.resolve(axes.data)
     check_precision(precision, axes)
     check_dtypes(model, precision)
+    check_max_norm(model, axes)
     names, why_units = find_units(model, options.units)
     drawn = partition(model, names)
     for spec in drawn:
