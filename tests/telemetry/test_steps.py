@@ -204,6 +204,11 @@ def test_records_need_an_optimizer_and_a_folder(tmp_path: Path) -> None:
             tz.telemetry.attach(model, tmp_path / "file" / "run")
         with pytest.raises(tz.BadInput) as earlier:
             tz.telemetry.attach(model, tmp_path / "earlier")
+        attached = tz.telemetry.attach(model, tmp_path / "own", stall_s=None)
+        with pytest.raises(tz.Misuse, match=r"recorded already: call close\(\)"):
+            tz.telemetry.attach(model, tmp_path / "second", stall_s=None)
+        attached.close()
+        tz.telemetry.attach(model, tmp_path / "second", stall_s=None).close()
         return str(lacking.value), str(every.value), str(folder.value), str(earlier.value)
 
     one, other = run_in_threads(2, body)

@@ -40,7 +40,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer = tz.shard(model, optimizer, plan="zero3", units=[torch.nn.Linear])
 if how == "busy":
     signal.signal(signal.SIGUSR2, lambda *_: None)
-tz.telemetry.attach(model, folder, stall_s=stall_s)
+telemetry = tz.telemetry.attach(model, folder, stall_s=stall_s)
 
 def until(true):
     while not true():
@@ -68,9 +68,16 @@ def act():
     elif how == "killed":
         until((folder / "ready").exists)
         os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "closed":
+        os.kill(os.getpid(), signal.SIGUSR2)  # as from a warden that had begun to ask
+        time.sleep(1)
 
 until(lambda: not sys.argv[4:] or looked_after())
 for step in range(1, 4):
+    if how == "closed" and step == 3:
+        until(lambda: rank or looked_after())
+        dist.barrier()
+        telemetry.close()
     loss = model(torch.ones(2, 8)).sum()
     if step == 3:
         act()
@@ -143,6 +150,12 @@ def test_what_a_loop_does_between_steps_may_last(tmp_path: Path) -> None:
     assert [each.returncode for each in done] == [0, 0], done[0].stderr
     assert not (tmp_path / "stall").exists()
     assert "Rank 1" not in done[0].stderr or "between steps, in code of your own, and is not ended" in done[0].stderr
+
+
+def test_a_loop_goes_on_unwatched_after_close(tmp_path: Path) -> None:
+    done = train(tmp_path, "closed", stall_s=0.25)
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr
+    assert not (tmp_path / "stall").exists()
 
 
 def test_a_rank_that_is_stopped_on_another_machine_is_named_on_both_and_all_ranks_are_ended(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
-from terrazzo.engine import engine_of
+from terrazzo.engine import Engine, engine_of
+from terrazzo.engine.instrumentation.recorder import SILENT
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import timeout_s, together
 from terrazzo.given_numbers import is_count, is_number
@@ -51,12 +51,14 @@ class Telemetry:
         self._recorder, self._sinks, self._every, self._step = recorder, sinks, every, first_step
         self._flight_recorder = flight_recorder
         self._stop_looking = stop_looking
+        self._engine: Engine | None = None
         self._handle: Any = None
         self._path = next((sink.path for sink in sinks if isinstance(sink, JsonLines)), None)
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Count the steps of this optimizer."""
-        self._handle = optimizer.register_step_post_hook(lambda *_: self._step_done())
+    def follow(self, engine: Engine) -> None:
+        """Count the steps of this engine's last optimizer."""
+        self._engine = engine
+        self._handle = engine.optimizers[-1].register_step_post_hook(lambda *_: self._step_done())
 
     def _step_done(self) -> None:
         self._step += 1
@@ -81,6 +83,9 @@ class Telemetry:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+        if self._engine is not None:
+            self._flight_recorder.events.leave(self._engine)  # a later phase would say that the rank has not left
+            self._engine = None
         for sink in self._sinks:
             sink.log("end", self._step, {})
             sink.close()
@@ -128,13 +133,18 @@ def attach(  # structure: signature fixed by what the records of a run have
     Raises:
         BadInput: the folder cannot be written, or has records and `first_step` is 0; a number is too small. Raised on
             all ranks.
-        Misuse: the model is not sharded, or has no optimizer.
+        Misuse: the model is not sharded, has no optimizer, or is recorded already.
     """
     engine = engine_of(model)
     if not engine.optimizers:
         raise Misuse(
             "tz.telemetry.attach needs an optimizer, whose steps it counts: give one to tz.shard, or call tz.attach"
             " before."
+        )
+    if engine.tally.recorder is not SILENT:
+        raise Misuse(
+            "tz.telemetry.attach was given a model that is recorded already: call close() of what the attach before"
+            " has returned, or leave this call out."
         )
     there = RunFolder(Path(folder))
     events = there.tensorboard if tensorboard else None
@@ -146,7 +156,7 @@ def attach(  # structure: signature fixed by what the records of a run have
     if stall_s is not None:
         stop_looking = look_after(flight_recorder, Patience(stall_s, timeout_s(), own_loop=True))
     telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step, flight_recorder, stop_looking)
-    telemetry.follow(engine.optimizers[-1])
+    telemetry.follow(engine)
     return telemetry
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from terrazzo.engine import Engine
 from terrazzo.engine.instrumentation.label import Label
-from terrazzo.engine.instrumentation.recorder import Doing, Recorder
+from terrazzo.engine.instrumentation.recorder import SILENT, Doing, Recorder
 from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.processes.system import boot_id
 from terrazzo.telemetry.flight.ring import (
@@ -86,6 +86,12 @@ class RingRecorder(Recorder):
         self._ledger = engine.tally.ledger
         engine.tally.set_recorder(self)
         engine.store.set_recorder(self)
+
+    @staticmethod
+    def leave(engine: Engine) -> None:
+        """Have nothing recorded of what this engine does from now on."""
+        engine.tally.set_recorder(SILENT)
+        engine.store.set_recorder(SILENT)
 
     def extend_table(self, **more: Any) -> None:
         """Add entries to the ring's table. Any thread may call this."""

@@ -94,7 +94,7 @@ class _WardenChannel:
     """What a rank opens for its warden: a pipe for commands, and memory for the stacks of its threads."""
 
     def __init__(self) -> None:
-        self.machine, self._lock, self._open = _machine(), threading.Lock(), True
+        self.machine, self._lock, self._left = _machine(), threading.Lock(), False
         self.commands, self._command_writer = os.pipe()
         self._threads = threads_memory()
         self._signalled = signal.getsignal(ASK) is signal.SIG_DFL  # a script may use the signal itself
@@ -115,16 +115,21 @@ class _WardenChannel:
 
     def leave(self) -> None:
         with self._lock:
-            if self._open:
+            if not self._left:
+                self._left = True
+                if self._signalled:  # the default action of a signal that comes late would end the process
+                    faulthandler.register(ASK, file=_nowhere(), all_threads=False, chain=False)
                 os.write(self._command_writer, _LEAVE)
 
     def close(self) -> None:
-        with self._lock:
-            self._open = False
-            if self._signalled:
-                faulthandler.unregister(ASK)
-            for number in (self.commands, self._command_writer, self._threads):
-                os.close(number)
+        self.leave()
+        for number in (self.commands, self._command_writer, self._threads):
+            os.close(number)
+
+
+@functools.cache
+def _nowhere() -> int:
+    return os.open(os.devnull, os.O_WRONLY)
 
 
 def _machine() -> str:
