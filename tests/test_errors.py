@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from terrazzo.exit_codes import reason_of
 from terrazzo.messages import counted, did_you_mean, listed, nearest, warn
 
 
@@ -20,6 +21,10 @@ def test_the_nearest_word_is_one_whatever_its_capitals() -> None:
     names = ["Adam", "AdamW", "Adamax", "SGD"]
     assert [nearest(word, names) for word in ("adamww", "ADAM", "sdg", "lamb?!")] == ["AdamW", "Adam", "SGD", ""]
     assert nearest("stepz", ["steps"], 0.9) == "" and did_you_mean("Adamw", names) == " Did you mean 'AdamW'?"
+
+
+def test_a_code_is_of_a_kill_where_there_is_such_a_signal() -> None:
+    assert [reason_of(code) for code in (137, 143, 200, 255, 3)] == ["killed", "killed", "failed", "failed", "failed"]
 
 
 def test_a_number_of_things_in_words() -> None:

@@ -6,6 +6,7 @@ each error of `terrazzo.errors` has its code.
 
 from __future__ import annotations
 
+import signal
 from typing import NamedTuple
 
 __all__ = [
@@ -92,7 +93,7 @@ def reason_of(code: int) -> str:
     """The key of any code; of one that is not in the table `killed`, if it stands for a signal, else `failed`."""
     if code in EXIT_CODES:
         return EXIT_CODES[code].reason
-    return "killed" if code > 128 else EXIT_CODES[FAILED].reason
+    return "killed" if code - 128 in signal.valid_signals() else EXIT_CODES[FAILED].reason
 
 
 def exit_codes_text() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +25,7 @@ __all__ = [
     "open_file_system",
     "replace_file",
     "replacing",
+    "say_on_stderr",
     "sync_folder",
     "to_nowhere",
 ]
@@ -114,6 +116,12 @@ def _sync(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def say_on_stderr(text: str) -> None:
+    """Print on stderr. Where that cannot be written to, nothing is said, and what was decided is done all the same."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def to_nowhere(stream: IO[str]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +20,7 @@ from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
 from terrazzo.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.launch.launcher.restart_policy import RestartPoint, RestartPolicy
-from terrazzo.launch.launcher.run_end import RunEnd
+from terrazzo.launch.launcher.run_end import RanksAtEnd, RunEnd, report_end
 from terrazzo.launch.launcher.start_ranks import launch_ranks
 from terrazzo.launch.rank.restart_note import Restart, refuse_restarts, take_restart_note
 from terrazzo.launch.stopping.notices import Notices
@@ -91,6 +95,17 @@ def test_two_failures_without_a_checkpoint_in_between_end_it_with_the_first_one_
 def test_what_no_restart_mends_is_not_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert Told(9, 3).after(RunEnd(2, "rank 0 failed: Error: no fruit", lasts=True)) is None
     assert capsys.readouterr().err == "\nNot started again: it would end so again.\n"
+
+
+def test_what_cannot_be_said_changes_nothing_of_what_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank: Any = SimpleNamespace(rank=0, code=81, ended_ns=1, failure=None, ended_by_us=False, reached=(), step=None)
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        assert report_end(RanksAtEnd([rank])).code == 81
+        assert Told(9, 3).after(RunEnd(2, "rank 0 failed", lasts=True)) is None
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 CLAIMS = """

@@ -5,11 +5,11 @@ This is for ranks of Terrazzo's own launcher only. torchrun and Slurm restart th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from terrazzo.errors import BadInput
+from terrazzo.files import say_on_stderr
 from terrazzo.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.launch.launcher.rank_slots import RankSlots
 from terrazzo.launch.launcher.run_end import RunEnd
@@ -89,4 +89,4 @@ class RestartPolicy:
 
 
 def _refuse(why: str) -> None:
-    print(f"\nNot started again: {why.rstrip('.')}.", file=sys.stderr)
+    say_on_stderr(f"\nNot started again: {why.rstrip('.')}.")

@@ -7,7 +7,6 @@ the end of a long output. One of the ways is that ranks stood still: why is foun
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 from terrazzo.config import without_passwords
 from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED, reason_of
+from terrazzo.files import say_on_stderr
 from terrazzo.launch.launcher.local_ranks import LocalRank
 from terrazzo.launch.launcher_pipe import Failure, Milestone, first_failure
 from terrazzo.launch.stopping.notices import Notices, say_now
@@ -115,7 +115,7 @@ def report_end(end: RanksAtEnd) -> RunEnd:
 def _stood_still(end: RanksAtEnd) -> RunEnd | None:
     if (stall := end.stall) is None:
         return None
-    _say(f"{stall.text}\nAll ranks were ended. {end.evidence}".rstrip())
+    say_on_stderr(f"{stall.text}\nAll ranks were ended. {end.evidence}".rstrip())
     step = end.ranks[stall.rank or 0].step
     return RunEnd(STALLED, stall.text, end.any_is_left, rank=stall.rank, step=step, reason=stall.cause)
 
@@ -137,7 +137,7 @@ def _stopped_as_asked(end: RanksAtEnd) -> RunEnd | None:
         return None
     if all(rank.code is not None and rank.code >= 0 and rank.failure is None for rank in end.ranks):
         return RunEnd(max(rank.code or 0 for rank in end.ranks))
-    _say(f"Stopped by {signal_name(end.stop_signal)}; all ranks have ended.")
+    say_on_stderr(f"Stopped by {signal_name(end.stop_signal)}; all ranks have ended.")
     return RunEnd(128 + end.stop_signal)
 
 
@@ -157,8 +157,8 @@ def _died_first(end: RanksAtEnd) -> RunEnd | None:
     if dead is None or (follows is not None and not follows.lost and follows.time_ns <= dead.time_ns):
         return None
     if follows is not None and not follows.lost:
-        _say(f"Rank {follows.rank} failed as well:\n{follows.text}\n")
-    _say(dead.text)
+        say_on_stderr(f"Rank {follows.rank} failed as well:\n{follows.text}\n")
+    say_on_stderr(dead.text)
     was_killed = (end.ranks[dead.rank].code or 0) < 0
     return end.ended_by_failure(dead, dead.text.removesuffix(_OTHERS_STOPPED), "killed" if was_killed else "")
 
@@ -169,18 +169,18 @@ def _failed_first(end: RanksAtEnd) -> RunEnd | None:
     if first is None:
         return None
     if end.unreported is not None:
-        _say(f"{end.unreported.text}\n")
+        say_on_stderr(f"{end.unreported.text}\n")
     title = f"Rank {first.rank} has lost another rank:" if first.lost else f"Rank {first.rank} failed first:"
-    _say(first.text if first.exit_code == BAD_INPUT else f"{title}\n{first.text}")
+    say_on_stderr(first.text if first.exit_code == BAD_INPUT else f"{title}\n{first.text}")
     stopped = [rank for rank in end.ranks if rank.stopped]
     for rank in stopped:
-        _say(f"\n{_of_stopped(rank)}")
+        say_on_stderr(f"\n{_of_stopped(rank)}")
     ended_well = [str(rank.rank) for rank in end.ranks if rank.code == 0]
     if first.lost and ended_well:
         who = f"Rank{'s' if len(ended_well) > 1 else ''} {listed(ended_well, 8)}"
-        _say(f"\n{who} ended before that with exit code 0, and no rank has failed by itself.")
+        say_on_stderr(f"\n{who} ended before that with exit code 0, and no rank has failed by itself.")
     elif first.cause and not stopped:
-        _say(f"\nRank {first.rank} failed first{end.ranks[first.rank].at}: {first.why}")
+        say_on_stderr(f"\nRank {first.rank} failed first{end.ranks[first.rank].at}: {first.why}")
     return end.ended_by_failure(first, f"rank {first.rank} failed: {first.why}")
 
 
@@ -196,10 +196,6 @@ ENDINGS: Sequence[Callable[[RanksAtEnd], RunEnd | None]] = (
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _of_stopped(rank: LocalRank) -> str:

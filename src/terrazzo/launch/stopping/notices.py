@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from terrazzo.files import say_on_stderr
 from terrazzo.telemetry.log.exit_note import ExitNote
 
 __all__ = ["Notices", "say_now"]
@@ -34,8 +34,7 @@ class Notices:
 
 def say_now(line: str) -> None:
     """Print a line on stderr over a progress bar, which is drawn again below it, perhaps by another process."""
-    with contextlib.suppress(OSError):
-        print(f"{_CLEAR if sys.stderr.isatty() else ''}{line}", file=sys.stderr, flush=True)
+    say_on_stderr(f"{_CLEAR if sys.stderr.isatty() else ''}{line}")
 
 
 _CLEAR = "\r\x1b[2K"  # the line with the bar, and what the terminal shows of Ctrl-C

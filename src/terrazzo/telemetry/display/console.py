@@ -7,8 +7,7 @@ import textwrap
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from terrazzo.files import to_nowhere
-from terrazzo.telemetry.log.sinks import warn_on_stderr
+from terrazzo.files import say_on_stderr, to_nowhere
 
 __all__ = ["RunConsole"]
 
@@ -27,7 +26,7 @@ class _UnreadConsole(Console):
         """Print nothing from now on, and drop what is still in the stream's buffer."""
         self.quiet = True
         to_nowhere(self.file)
-        warn_on_stderr(f"Standard output is closed ({why}): nothing more is printed there. The log files go on.")
+        say_on_stderr(f"Standard output is closed ({why}): nothing more is printed there. The log files go on.")
 
 
 class RunConsole:
@@ -71,7 +70,7 @@ class RunConsole:
     def say(self, text: str, *, needed: bool = False) -> None:
         """Print `text` as it is, at once. If nobody reads stdout any more, what is `needed` goes to stderr."""
         if self._console.quiet and needed:
-            warn_on_stderr(text)
+            say_on_stderr(text)
             return
         try:
             self._console.print(text, markup=False)

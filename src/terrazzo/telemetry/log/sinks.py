@@ -6,15 +6,14 @@ import contextlib
 import errno
 import json
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from terrazzo.files import replacing
+from terrazzo.files import replacing, say_on_stderr
 
-__all__ = ["ENDS_OF_RUNS", "JsonLines", "Sink", "TensorBoard", "warn_on_stderr"]
+__all__ = ["ENDS_OF_RUNS", "JsonLines", "Sink", "TensorBoard"]
 
 ENDS_OF_RUNS = ("summary", "end")
 """Kinds of lines that end a run: of `terrazzo train`, and of a loop of the user's."""
@@ -64,13 +63,7 @@ def saying_unwritable(path: Path, *, again: bool = True) -> Iterator[list[OSErro
         seen.append(error)
         if again:
             why = error.strerror or error
-            warn_on_stderr(f"'{path}' cannot be written ({why}): the run goes on, and what it measures may be missing.")
-
-
-def warn_on_stderr(text: str) -> None:
-    """Print a line on stderr, if that can still be written to."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr)
+            say_on_stderr(f"'{path}' cannot be written ({why}): the run goes on, and what it measures may be missing.")
 
 
 class JsonLines(Sink):

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from terrazzo.errors import BadInput
+from terrazzo.files import say_on_stderr
 from terrazzo.telemetry.log.run_folder import RunFolder
-from terrazzo.telemetry.log.sinks import JsonLines, warn_on_stderr
+from terrazzo.telemetry.log.sinks import JsonLines
 
 if TYPE_CHECKING:
     from terrazzo.telemetry.profiling.merging import StepMerger
@@ -77,7 +78,7 @@ def profile(command: Sequence[str], folder: Path) -> ProfiledScript:
     try:
         there.script.write_text(json.dumps(merging.facts))
     except OSError as error:
-        warn_on_stderr(f"'{there.script}' cannot be written ({error.strerror or error}): the advice will be general.")
+        say_on_stderr(f"'{there.script}' cannot be written ({error.strerror or error}): the advice will be general.")
     own = merging.facts.get("own")
     return ProfiledScript(code, merging.made, Path(own) if own else None)
 
