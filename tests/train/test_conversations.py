@@ -171,6 +171,22 @@ def test_conversations_without_an_answer_are_counted_and_refused_if_all(tmp_path
         load(tmp_path, silent)
 
 
+def test_turns_that_begin_or_end_with_dropped_characters_are_learnt_alone(tmp_path: Path) -> None:
+    kinds = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(["a", "b", "c", "d", "[UNK]", "</s>"])}
+    tokenizer = kinds.Tokenizer(kinds.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = kinds.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path / "own")
+    file = tmp_path / "own.jinja"
+    file.write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %} {{ m.content }} {% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    data = load(tmp_path, [turns("c", "a", "c", "d", "c")], str(tmp_path / "own"), chat_template=file)
+    ((_, targets),) = rows_of(data)
+    assert [token for token in targets if token != IGNORED] == [words["a"], words["d"]]
+
+
 def test_a_template_that_marks_nothing_is_refused(tmp_path: Path, tokenizers: dict[str, str]) -> None:
     file = tmp_path / "own.jinja"
     file.write_text(

@@ -78,6 +78,9 @@ def test_errors_in_a_compressed_file_name_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES + b"no\n"))
     with pytest.raises(BadInput, match=r"a\.jsonl\.gz:3 is not valid JSON"):
         documents(tmp_path)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES + b"[" * 100_000))
+    with pytest.raises(BadInput, match=r"a\.jsonl\.gz:3 is not valid JSON"):
+        documents(tmp_path)
 
 
 def test_zstandard_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

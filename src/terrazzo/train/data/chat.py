@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -324,11 +324,10 @@ class _Conversation:
         encoded = self.chat.tokenizer(text, add_special_tokens=False)
         mask = [0] * len(encoded["input_ids"])
         for start, stop in ranges:
-            first, last = encoded.char_to_token(0, start), encoded.char_to_token(0, stop - 1)
-            if first is None:
-                break
-            stop_token = last + 1 if last else len(mask)
-            mask[first:stop_token] = [1] * max(0, stop_token - first)
+            first = _first_token(encoded, range(start, stop))
+            last = _first_token(encoded, range(stop - 1, start - 1, -1))
+            if first is not None and last is not None:
+                mask[first : last + 1] = [1] * (last + 1 - first)
         return encoded["input_ids"], _spans_of(mask)
 
     def tokens_of(self, text: str) -> list[int]:
@@ -378,6 +377,12 @@ class _Conversation:
 
 def _messages_of_user(question: str) -> list[Message]:
     return [{"role": "user", "content": question}]
+
+
+def _first_token(encoded: Any, characters: Iterable[int]) -> int | None:
+    """The token of the first of these characters that is in one: tokenizers drop some, such as spaces."""
+    tokens = (encoded.char_to_token(0, each) for each in characters)
+    return next((token for token in tokens if token is not None), None)
 
 
 def _spans_of(mask: Sequence[int]) -> list[tuple[int, int]]:

@@ -186,7 +186,7 @@ def read_jsonl(file: SourceFile, form: RecordForm) -> Iterator[Document]:
             where = f"{file.where}:{number}"
             try:
                 record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:  # both JSON and UTF-8 errors are
+            except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are the former
                 raise BadInput(
                     f"{where} is not valid JSON ({error}). JSONL holds one complete JSON object per "
                     f"line: correct or delete the line."
