@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,16 @@ def test_settings_are_refused() -> None:
 
 
 EACH = [tz.optim.Lion, tz.optim.AdEMAMix, lambda given: tz.optim.Muon([p for p in given if p.ndim > 1])]
+
+
+@pytest.mark.parametrize("make", [tz.optim.Lion, tz.optim.AdEMAMix, tz.optim.Muon])
+def test_what_are_no_parameters_is_refused_as_torch_does(make: Callable[..., Any]) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    for given in ([1], {"a": weight}, [{"params": {weight}}]):
+        with pytest.raises(TypeError) as theirs:
+            torch.optim.SGD(given)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=re.escape(str(theirs.value))):
+            make(given)
 
 
 @pytest.mark.parametrize("make", EACH, ids=["Lion", "AdEMAMix", "Muon"])

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -429,7 +430,10 @@ def test_settings_and_vectors_are_refused_by_name() -> None:
     [
         ("muon", {"adjust_lr_fn": "match_rms_adam"}, "match_rms_adam is not supported"),
         ("muon", {"ns_steps": -3}, "ns_steps is -3: give"),
-        ("muon", {"ns_steps": 2.5}, r"ns_steps is 2\.5"),
+        ("muon", {"ns_steps": 5.0}, r"ns_steps is 5\.0"),
+        ("muon", {"ns_steps": True}, "ns_steps is True"),
+        ("muon", {"ns_coefficients": (3.0, 2.0)}, "ns_coefficients is .*give three"),
+        ("muon", {"lr": math.inf}, "lr is inf"),
         ("muon", {"lr": -1.0}, "Learning rate .*-1"),
         ("muon", {"momentum": 7.0}, r"momentum is 7\.0: give"),
         ("adamw", {"betas": (0.9, 1.5)}, r"beta .*1\.5"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import AdamW, adamw
 
 from terrazzo.errors import BadInput
+from terrazzo.given_numbers import is_count, is_number
 from terrazzo.optim.matrix_optimizer import MatrixOptimizer
 from terrazzo.optim.optimizer_step import ParamGroup, refuse_complex
 
@@ -142,19 +143,27 @@ def _checked(algorithm: str, settings: ParamGroup) -> ParamGroup:
     """All settings of a group, with the defaults of torch's class.
 
     Raises:
-        BadInput: torch's class refuses them; a number of iterations below 0, or a momentum of 1 or more, which torch's
-            Muon takes.
+        BadInput: torch's class refuses them, or takes what cannot be: an infinite rate, a number of iterations below 0,
+            a momentum of 1 or more, or other than three coefficients.
     """
     kind: Any = {"muon": torch.optim.Muon, "adamw": AdamW}[algorithm]
     try:
         checked: ParamGroup = kind([nn.Parameter(torch.zeros(1, 1))], **settings).defaults
-        if algorithm == "muon" and checked["ns_steps"] not in range(100):
+        if not math.isfinite(checked["lr"]):
+            raise ValueError(f"lr is {checked['lr']!r}: give a finite number")
+        if algorithm == "muon" and not (is_count(checked["ns_steps"], 0) and checked["ns_steps"] < 100):
             raise ValueError(f"ns_steps is {checked['ns_steps']!r}: give a whole number from 0 to 99")
+        if algorithm == "muon" and not _are_coefficients(checked["ns_coefficients"]):
+            raise ValueError(f"ns_coefficients is {checked['ns_coefficients']!r}: give three numbers")
         if algorithm == "muon" and not checked["momentum"] < 1:
             raise ValueError(f"momentum is {checked['momentum']!r}: give a number from 0 to less than 1")
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"tz.optim.Muon does not accept these settings: {str(error).rstrip('.')}.") from None
     return {key: value for key, value in checked.items() if key != "decoupled_weight_decay"}
+
+
+def _are_coefficients(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 3 and all(is_number(each) for each in value)
 
 
 def _adjusted(rate: float, how: str | None, shape: tuple[int, int]) -> float:

@@ -29,10 +29,12 @@ def refuse_complex(optimizer: Optimizer, param_group: ParamGroup) -> None:
     given = param_group["params"]
     if isinstance(given, torch.Tensor):
         return refuse_complex(optimizer, {"params": [given]})
+    if isinstance(given, set):
+        return None  # torch refuses it, as it does all that is no tensor
     param_group["params"] = given = list(given)  # it may be a generator
     named = (each if isinstance(each, tuple) else (None, each) for each in given)
     for name, parameter in named:
-        if parameter.is_complex():
+        if isinstance(parameter, torch.Tensor) and parameter.is_complex():
             what = f"of {parameter.dtype}" if name is None else f"{name!r} of {parameter.dtype}"
             raise BadInput(
                 f"tz.optim.{type(optimizer).__name__} was given a parameter {what}, and steps real numbers: train"
