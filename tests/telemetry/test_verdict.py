@@ -339,6 +339,12 @@ def test_a_late_rank_is_found_at_any_step_of_a_loop_of_ones_own(two_processes: P
     assert other == "None"
 
 
+def test_a_configuration_of_another_version_names_no_setting() -> None:
+    for cause in ("compute", "gather", "tier", "save", "evaluate"):
+        assert not edit_for(cause, "", {"plan": {}}, lambda _: True).is_code
+    assert verdict_of([record(10, evaluate=0.5), record(20)], {"train": {}}) is not None
+
+
 def asked_in_the_loop(folder: str) -> str:
     model: nn.Module = nn.Linear(4, 4)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -44,7 +45,11 @@ def edit_for(cause: str, axis: str, settings: ConfigValues | None, admits: Admit
         settings: of the run, as in its `config.json`; None for a loop that has no configuration.
         admits: is asked about each setting, the best first.
     """
-    for setting in _candidates(cause, axis, settings) if settings is not None else ():
+    candidates: list[str] = []
+    if settings is not None:
+        with contextlib.suppress(KeyError):  # another version's configuration, which has other settings
+            candidates = _candidates(cause, axis, settings)
+    for setting in candidates:
         if admits(setting):
             return Advice(setting, is_code=True)
     return Advice(BOUNDS[cause].edit.format(axis=axis), is_code=False)

@@ -233,7 +233,8 @@ def _comes_again(cause: _Cause, records: Sequence[StepRecord], settings: Mapping
     has had several ends; where settings have it there alone, it comes again if most records have it all the same.
     """
     section, key = _PERIOD_OF.get(cause.name, ("", ""))
-    at_ends = settings is not None and section and settings[section][key] is None
+    known = {} if settings is None else settings.get(section, {})  # another version's may lack it
+    at_ends = key in known and known[key] is None
     if at_ends and 2 * sum(map(bool, cause.each)) <= len(records):
         return False
     only_last = len(records) > 1 and not any(cause.each[:-1])

@@ -42,7 +42,7 @@ class ScriptProbe:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.facts: dict[str, Any] = {"compiles": False, "autocasts": False, "backwards": 0}
+        self.facts: dict[str, Any] = {"compiles": False, "autocasts": False}
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()
         self.begin()
 
@@ -56,7 +56,7 @@ class ScriptProbe:
         self._waits: list[list[Any]] = []
         self._works: dict[int, list[Any]] = {}
         self._ordinals = defaultdict[tuple[str, str], int](int)
-        self._step, self._looks, self._empty, self._backwards = 0, 0, 0, 0
+        self._step, self._looks, self._empty = 0, 0, 0
         self._first: int | None = None
         self._written_facts: dict[str, Any] = {}
         self._engines: dict[int, Any] = {}
@@ -109,7 +109,6 @@ class ScriptProbe:
         """A backward. The time since the last batch was the forward; without a batch, the time since the last step."""
         if self.is_main and not self._in_phase and self._phase == "other":
             self._phase = "forward"
-        self._backwards += self.is_main
         self._look()
         with self.during("backward", "other"):
             yield
@@ -200,7 +199,7 @@ class ScriptProbe:
         line: dict[str, Any] = {"step": self._step, "end": self._since}
         if (engine := self._engine(optimizer)) is None:
             line |= {"seconds": self._seconds, "waited": self._waited, "waits": self._waits, "looks": self._looks}
-            line |= {"empty": self._empty, "backwards": self._backwards, "memory": self._memory()}
+            line |= {"empty": self._empty, "memory": self._memory()}
         elif engine.record is not None:
             self._sharded = engine
             engine.record.step_done()
@@ -208,7 +207,7 @@ class ScriptProbe:
                 line |= engine.snapshot()
         self._write(line)
         self._seconds, self._waited, self._waits = defaultdict(int), defaultdict(int), []
-        self._looks = self._empty = self._backwards = 0
+        self._looks = self._empty = 0
 
     def _memory(self) -> dict[str, int]:
         if not self.on_cuda:

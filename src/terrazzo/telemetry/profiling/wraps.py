@@ -126,8 +126,8 @@ def _read(probe: ScriptProbe, call: Any) -> Any:
     @functools.wraps(call)
     def wrapped(loader: Any) -> Any:
         if torch.is_grad_enabled():
-            probe.facts |= {"workers": loader.num_workers, "batch_size": loader.batch_size}
-            probe.facts |= {"persistent": bool(loader.persistent_workers), "cores": _cores()}
+            probe.facts |= {"workers": loader.num_workers, "persistent": bool(loader.persistent_workers)}
+            probe.facts["cores"] = _cores()
         with probe.reading():
             return call(loader)
 
