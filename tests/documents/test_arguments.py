@@ -76,6 +76,7 @@ READ = {
     "an indented one": f"LR=1\ncat <<-'E F' >&2\n\tLR=2\n\tE F\n{RUN}",
     "only for a command": "LR=1\nLR=2 torchrun train.py --lr $LR",
     "told to another shell": "export LR=1; bash -c 'torchrun train.py --lr $LR'",
+    "all words of a declaration come first": "A=0; export A=1 B=$A; torchrun train.py --x $A --y $B",
     "in steps": "LR=1; cd . && torchrun train.py --lr $LR",
     "evaluated": "CMD='torchrun train.py --lr 1 --name \"a b\"'; eval $CMD",
     "lines joined in quotes": 'A=" \\\n --lr 1 \\\n --bf16"\ntorchrun train.py $A',

@@ -156,7 +156,8 @@ class ShellScript:
         assignments = list(itertools.takewhile(_SET.fullmatch, words))
         rest = words[len(assignments) :]
         if not rest:
-            self._assign(assignments, line, maybe)
+            for word in assignments:  # each sees those before it
+                self._assign([word], line, maybe)
         elif rest[0] in _DECLARING:
             self._declare(rest, line, maybe)
         elif element := _ELEMENT.match(rest[0]):
@@ -165,13 +166,14 @@ class ShellScript:
             self._command(rest, line, maybe)
 
     def _assign(self, assignments: list[str], line: int, maybe: bool) -> None:
-        for word in assignments:
-            assignment = _SET.fullmatch(word)
-            assert assignment is not None
-            if maybe:
-                self._lose([assignment[1]], line)
-            else:
-                self.variables.set(assignment[1], assignment[3], more=bool(assignment[2]))
+        """Assignments whose right sides are all read before the first is made."""
+        matches = [match for word in assignments if (match := _SET.fullmatch(word))]
+        if maybe:
+            self._lose([name for name, _, _ in map(re.Match.groups, matches)], line)
+            return
+        values = [self.variables.read(match[3]) for match in matches]
+        for match, value in zip(matches, values, strict=True):
+            self.variables.set(match[1], value, more=bool(match[2]))
 
     def _declare(self, words: list[str], line: int, maybe: bool) -> None:
         options = "".join(word[1:] for word in words[1:] if word.startswith("-"))

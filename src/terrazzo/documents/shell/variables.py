@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import NamedTuple
 
 from terrazzo.documents.limits import MAX_BYTES
 from terrazzo.documents.shell.words import behind, tokens
@@ -16,6 +17,14 @@ _BRACES = re.compile(r"\$\{([A-Za-z_]\w*|[0-9]+|[@*])(?:\[([@*]|\d{1,6})\])?(?:(
 _NAMED = re.compile(r"\$\{[!#]?([A-Za-z_]\w*|[@*])")
 _SEVERAL = re.compile(r"\{[^{}]*(?:,|\.\.)")
 _ESCAPED = re.compile(r"\\([$`\"\\\n])")
+
+
+class AssignedValue(NamedTuple):
+    """What a variable is to hold, and why that is not known; empty where it is."""
+
+    words: list[str]
+    array: bool
+    problem: str
 
 
 class ShellVariables:
@@ -45,18 +54,23 @@ class ShellVariables:
 
     # -- setting them ----------------------------------------------------------------------------------------------
 
-    def set(self, name: str, value: str, *, more: bool = False) -> None:
-        """What an assignment says: text with its quotes, or an array in brackets; `more` for `+=`."""
+    def read(self, value: str) -> AssignedValue:
+        """The right side of an assignment: text with its quotes, or an array in brackets."""
         self.begin()
-        self.changed.append(name)
         array = value.startswith("(")
         words = self._elements(value[1:-1]) if array else self.expand(value, split=False) or [""]
+        return AssignedValue(words, array, self.problem)
+
+    def set(self, name: str, value: AssignedValue, *, more: bool = False) -> None:
+        """What an assignment says; `more` for `+=`."""
+        self.changed.append(name)
+        words, array, problem = value
         had = self._values.get(name, [])
         if more:
             words = [*had, *words] if array else ["".join(had[:1]) + words[0], *had[1:]]
         self._values[name] = words
-        if self.problem:
-            self.lose(name, self.problem)
+        if problem:
+            self.lose(name, problem)
 
     def lose(self, name: str, why: str) -> None:
         """The script does not show what a variable holds, here or, as a function may set it, further down."""
