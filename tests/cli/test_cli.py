@@ -208,11 +208,13 @@ def test_any_other_option_has_the_usual_answer(words: str) -> None:
     ("arguments", "named"),
     [
         (["--suite", "cup"], "there are: cpu, axes, stages, mixture, tiny"),
+        (["--suite", "tiny", "--out", "README.md/out"], "'README.md/out' cannot be written"),
         (["--suite", "tiny", "--cases", "tiny,traffic"], "--cases has traffic; suite tiny has: tiny"),
     ],
 )
 def test_bench_names_what_there_is(arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     caught = CliRunner().invoke(cli.app, ["bench", *arguments]).exception
     assert isinstance(caught, BadInput)
     assert named in str(caught)

@@ -214,6 +214,7 @@ def test_globs_replace_the_choice() -> None:
     ("call", "word"),
     [
         (lambda model: tz.nn.float8(model, "rowise"), "rowwise"),
+        (lambda model: tz.nn.float8(model, ["tensorwise"]), "Recipes are tensorwise, rowwise"),
         (lambda model: tz.nn.float8(model, skip=["layers.*"]), "layers"),
         (lambda model: tz.nn.float8(model, skip=["*"]), "no linear layer"),
         (lambda model: (tz.nn.float8(model), tz.nn.float8(model)), "already"),

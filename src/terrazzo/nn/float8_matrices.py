@@ -67,7 +67,7 @@ def recipe_named(name: str) -> Recipe:
     Raises:
         BadInput: there is none.
     """
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         raise BadInput(
             f"There is no float8 recipe {name!r}.{did_you_mean(str(name), RECIPES)} Recipes are {', '.join(RECIPES)}."
         )
