@@ -23,7 +23,7 @@ from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as OURS
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check
-from terrazzo.dialects.verbs.comments import comments_of, insert_comments
+from terrazzo.dialects.verbs.comments import Comment, comments_of, insert_comments
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.diff import compare
 from terrazzo.dialects.verbs.emit import to_text
@@ -31,7 +31,7 @@ from terrazzo.dialects.verbs.explain import explain, plan_words
 from terrazzo.dialects.verbs.precision_table import costs, precisions
 from terrazzo.dialects.verbs.understand import Understood, read_document, understand
 from terrazzo.documents import Loaded, parse
-from terrazzo.documents.dotted_keys import flatten, join, split
+from terrazzo.documents.dotted_keys import flatten, join, keys_in, split
 from terrazzo.engine import Plan
 
 
@@ -259,6 +259,9 @@ def test_flat_keys_keep_names_with_dots_apart() -> None:
     assert [split(key) for key in flat] == [["a.b", "c"], ["a", "b", "c"], ["d"], ["e"]]
     assert flatten({"a": {"b": {"c": 1}}}, ["a.b"]) == {"a.b": {"c": 1}}
     assert join("", "a.b") == '"a.b"'
+    for name in ('"x"', '"', 'a"b', '".', '"", "', ""):
+        assert split(join(join("", "a"), name)) == ["a", name]
+        assert keys_in(f"b, {join('a', name)}") == ("b", join("a", name))
 
 
 @pytest.mark.parametrize(
@@ -444,9 +447,11 @@ def test_comments_are_found_at_their_keys() -> None:
 
 
 def test_comments_are_placed_and_change_nothing() -> None:
-    document = {"lr": 0.1, "clip": "a # b", "nested": {"inner": "one\ntwo # x\n", "other": 1}, "verbose": [1, 2]}
+    nested = {"inner": "one\ntwo # x\n", "other": 1, "long": "word " * 40, "quoted": "one: " * 40}
+    document = {"lr": 0.1, "clip": "a # b", "nested": nested, "verbose": [1, 2]}
     text = yaml.safe_dump(document, sort_keys=False)
-    placed = insert_comments(text, comments_of(TEXT))
+    beside = {f"nested.{key}": Comment(beside=[f"of {key}"]) for key in ("long", "quoted")}
+    placed = insert_comments(text, comments_of(TEXT) | beside)
     assert yaml.safe_load(placed) == document
     for words in (
         "the head",
@@ -457,6 +462,8 @@ def test_comments_are_placed_and_change_nothing() -> None:
         "beside clip",
         "in a list",
         "above inner",
+        "of long",
+        "of quoted",
     ):
         assert placed.count(f"# {words}") + placed.count(f"; {words}") == 1, words
     assert "lr: 0.1  # the rate" in placed
@@ -785,6 +792,23 @@ def test_extras_of_one_dialect_are_compared() -> None:
     assert compare(described(1), described(1)) == []
     assert [difference.path for difference in compare(described(1), described(2))] == ["magic"]
     assert compare(described(1), build("other", {}, (Extra("magic", 2),))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "other"),
+    [
+        ("terrazzo", {"train": {"eval_batches": 8}}, {"train": {"eval_batches": 9}}),
+        ("terrazzo", {"model": {"dim": 256}}, {"model": {"dim": 64}}),
+        ("deepspeed", {"wall_clock_breakdown": False}, {"wall_clock_breakdown": True}),
+        ("torchtitan", {"metrics": None}, {"metrics": {"log_freq": 3}}),
+    ],
+)
+def test_a_default_that_is_written_out_is_no_difference(
+    name: str, usual: dict[str, Any], other: dict[str, Any]
+) -> None:
+    stated, silent, changed = (read_document(dialect(name), each).description for each in (usual, {}, other))
+    assert compare(stated, silent) == compare(silent, stated) == []
+    assert compare(stated, changed) and compare(changed, silent)
 
 
 def test_a_verdict_for_each_key_and_no_other() -> None:

@@ -28,14 +28,19 @@ def flatten(document: Mapping[str, Any], opaque: Iterable[str] = ()) -> dict[str
 
 
 def join(prefix: str, name: str) -> str:
-    """A dotted key; a name that is empty, or has dots of its own or what joins keys, is quoted."""
-    part = f'"{name}"' if not name or "." in name or ", " in name else name
+    """A dotted key; a name that is empty, or has dots or quotes of its own or what joins keys, is quoted.
+
+    Quotes of its own are doubled.
+    """
+    doubled = name.replace('"', '""')
+    part = f'"{doubled}"' if not name or "." in name or '"' in name or ", " in name else name
     return f"{prefix}.{part}" if prefix else part
 
 
 def split(key: str) -> list[str]:
     """The names that `join` put together."""
-    return [part.strip('"') for part in re.findall(r'(?:^|\.)("[^"]*"|[^.]*)', key)]
+    parts = re.findall(r'(?:^|\.)(?:"((?:[^"]|"")*)"(?=\.|\Z)|([^.]*))', key)
+    return [quoted.replace('""', '"') or plain for quoted, plain in parts]
 
 
 def put(document: dict[str, Any], key: str, value: Any) -> None:

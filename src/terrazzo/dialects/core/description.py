@@ -86,12 +86,14 @@ class Extra:
         why: what another dialect loses with it, as the end of a sentence.
         loss: `harmless`: without it another dialect does the same thing, as for log intervals and bucket sizes;
             `refused`: without it it would not, and the key must not be dropped in silence; `lossy`: all others.
+        usual: it is what the library does where nothing is said.
     """
 
     key: str
     value: Any
     why: str = ""
     loss: Loss = "lossy"
+    usual: bool = False
 
 
 @dataclass(frozen=True)

@@ -179,18 +179,18 @@ class Reader:
     def refuse(self, key: str, why: str) -> None:
         self.mark(key, "refused", why)
 
-    def keep(self, key: str, why: str = "", *, loss: Loss = "lossy") -> None:
+    def keep(self, key: str, why: str = "", *, loss: Loss = "lossy", usual: bool = False) -> None:
         """Keep a key, or all below it, as it is: it means something to this library alone. See `Extra`."""
         where = self.spelled(key)
         for name in [name for name in self.flat if name == where or name.startswith(f"{key}.")]:
             self.mark(name, "applied")
-            self.extras.append(Extra(self.canonical(name) if self.older else name, self.flat[name], why, loss))
+            self.extras.append(Extra(self.canonical(name) if self.older else name, self.flat[name], why, loss, usual))
 
     def keep_nulls(self) -> None:
         """Keep known keys that say nothing."""
         for key in [key for key, value in self.flat.items() if value is None or value == {}]:
             if self.row_of(key) is not None:
-                self.keep(key, "it says nothing: the default holds", loss="harmless")
+                self.keep(key, "it says nothing: the default holds", loss="harmless", usual=True)
 
     def keep_rows(self) -> None:
         """Keep the known keys that nobody has read as their rows say; at most defaults they are harmless."""
@@ -204,9 +204,10 @@ class Reader:
             value = row.type.parse(self.flat[key])
             if value is not MISSING:
                 self._parsed[key] = value
-            defaults = () if row.lost_beside else (row.default, row.neutral)
-            same = self.canonical(key) in self.keys and self._parsed.get(key, self.flat[key]) in defaults
-            self.keep(key, row.why or row.meaning, loss="harmless" if same else row.keep)
+            value, listed = self._parsed.get(key, self.flat[key]), self.canonical(key) in self.keys
+            harmless = listed and not row.lost_beside and value in (row.default, row.neutral)
+            usual = listed and value == row.default
+            self.keep(key, row.why or row.meaning, loss="harmless" if harmless else row.keep, usual=usual)
 
     def unread(self) -> list[str]:
         """Keys that nobody has taken yet."""

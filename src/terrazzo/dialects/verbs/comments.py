@@ -6,6 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import yaml
 
@@ -33,8 +34,8 @@ def comments_of(text: str) -> dict[str, Comment]:
     Those above the first key and below the last are of the whole file, under the empty key.
     """
     spots = list(_keys(text))
-    lines = [line for line, _, _ in spots]
-    first = {line: name for line, _, name in reversed(spots)}
+    lines = [spot.line for spot in spots]
+    first = {spot.line: spot.name for spot in reversed(spots)}
     comments: dict[str, Comment] = {}
     for line, alone, words in all_comments(text):
         after = bisect_right(lines, line)
@@ -42,14 +43,14 @@ def comments_of(text: str) -> dict[str, Comment]:
             key = first[lines[after - 1]] if after else ""
             comments.setdefault(key, Comment()).beside.append(words)
         else:
-            key = spots[after][2] if 0 < after < len(spots) else ""
+            key = spots[after].name if 0 < after < len(spots) else ""
             comments.setdefault(key, Comment()).above.append(words)
     return comments
 
 
 def insert_comments(text: str, comments: Mapping[str, Comment]) -> str:
     """The text of plain block YAML with comments at its keys; those of keys that it has not are put at its head."""
-    spots = {name: (line, column) for line, column, name in _keys(text)}
+    spots = {spot.name: spot for spot in _keys(text)}
     lines = text.splitlines()
     above: dict[int, list[str]] = {}
     head: list[str] = []
@@ -57,13 +58,9 @@ def insert_comments(text: str, comments: Mapping[str, Comment]) -> str:
         if key not in spots:
             head += [f"# {words}".rstrip() for words in comment.lines()]
             continue
-        line, column = spots[key]
+        _, line, column, goes_on = spots[key]
         above.setdefault(line, []).extend(f"{' ' * column}# {words}".rstrip() for words in comment.above)
-        if (
-            comment.beside
-            and re.search(r":( \S.*)?$", lines[line])
-            and not lines[line].endswith(("|", ">", "|-", ">-"))
-        ):
+        if comment.beside and not goes_on and re.search(r":( \S.*)?$", lines[line]):
             lines[line] += f"  # {'; '.join(comment.beside)}"
         else:
             above[line] += [f"{' ' * column}# {words}".rstrip() for words in comment.beside]
@@ -71,16 +68,26 @@ def insert_comments(text: str, comments: Mapping[str, Comment]) -> str:
     return "\n".join([*head, *body]) + "\n"
 
 
-def _keys(text: str) -> Iterator[tuple[int, int, str]]:
-    """Line, column and dotted name of every key, in order. The text has been loaded: it is small, plain, acyclic."""
+class _Spot(NamedTuple):
+    """Where a dotted key stands; `goes_on` if its value begins on that line and ends on a later one."""
+
+    name: str
+    line: int
+    column: int
+    goes_on: bool
+
+
+def _keys(text: str) -> Iterator[_Spot]:
+    """Every key, in order. The text has been loaded: it is small, plain, acyclic."""
     root = yaml.compose(text, Loader=PARSER)
 
-    def walk(prefix: str, node: yaml.Node) -> Iterator[tuple[int, int, str]]:
+    def walk(prefix: str, node: yaml.Node) -> Iterator[_Spot]:
         if not isinstance(node, yaml.MappingNode):
             return
         for key, value in node.value:
             name = join(prefix, key.value)
-            yield key.start_mark.line, key.start_mark.column, name
+            line = key.start_mark.line
+            yield _Spot(name, line, key.start_mark.column, value.start_mark.line == line < value.end_mark.line)
             if value.start_mark.index >= key.start_mark.index:  # else an alias of what stands elsewhere
                 yield from walk(name, value)
 

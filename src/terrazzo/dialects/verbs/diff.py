@@ -49,9 +49,10 @@ def _extras(a: Description, b: Description) -> list[SettingDifference]:
         one, other = (
             Setting(side[key].value, "file", key) if key in side else Setting(None, "unset") for side in (ours, theirs)
         )
-        if one.is_set and other.is_set and one.value == other.value:
+        said = [side[key] for side in (ours, theirs) if key in side]
+        if (len(said) == 1 and said[0].usual) or (len(said) == 2 and one.value == other.value):
             continue
-        meaning = (ours.get(key) or theirs[key]).why
-        kind: Literal["value", "a", "b"] = "value" if one.is_set and other.is_set else "a" if one.is_set else "b"
+        meaning = said[0].why
+        kind: Literal["value", "a", "b"] = "value" if len(said) == 2 else "a" if one.is_set else "b"
         differences.append(SettingDifference(key, meaning, kind, one, other))
     return differences

@@ -84,11 +84,11 @@ class DeepSpeedReader(Reader):
         verdict = self.verdicts[name]
         if verdict.kind == "refused":
             return
-        default = not row.lost_beside and setting.value == self.default(key)
-        same = default or setting.origin == "auto" or self.raw(key) is None
+        usual = setting.value == self.default(key)
+        same = (usual and not row.lost_beside) or setting.origin == "auto" or self.raw(key) is None
         why = row.why or row.meaning
         loss = "harmless" if same else row.keep or "harmless"
-        self.extras.append(Extra(key, self.raw(key), why, loss))
+        self.extras.append(Extra(key, self.raw(key), why, loss, usual))
         self.mark(name, verdict.kind, verdict.why or ("" if same else why), "" if name == key else key)
 
     def keep_rest(self) -> None:

@@ -309,5 +309,6 @@ def _keep_others(reader: _SchemaReader) -> None:
         if not reader.refused(key) and not reader.refused(name, key) and name in CONFIG_KEYS:
             section = key.partition(".")[0]
             why = _ELSEWHERE.get(key) or _ELSEWHERE.get(section) or "only `terrazzo train` has it"
-            idle = section in _HARMLESS or key in _HARMLESS or reader.raw(key) == CONFIG_KEYS[name].default
-            reader.keep(key, why, loss="harmless" if idle else "lossy")
+            usual = reader.raw(key) == CONFIG_KEYS[name].default
+            idle = usual or section in _HARMLESS or key in _HARMLESS
+            reader.keep(key, why, loss="harmless" if idle else "lossy", usual=usual)
