@@ -63,6 +63,25 @@ def test_a_shard_group_is_a_host_unless_said_otherwise(gpus: int | None, options
     assert setup_of(gpus=gpus, **options).mesh == mesh
 
 
+@pytest.mark.parametrize(
+    ("gpu", "options", "domain"),
+    [("h100", {}, 8), ("h100", {"per_node": 1}, 1), ("h100", {"per_node": 16}, 8), ("gb200", {"per_node": 2}, 72),
+     ("h100", {"per_node": 1, "scaleup_bandwidth": 1e11}, 1), ("l4", {"per_node": 4, "scaleup_bandwidth": 1e11}, 4)],
+)  # fmt: skip
+def test_links_within_a_host_join_no_others(gpu: str, options: dict[str, Any], domain: int) -> None:
+    assert setup_of(gpu=gpu, **options).cluster.device.scaleup_domain == domain
+
+
+def test_ranks_across_hosts_have_no_fast_links() -> None:
+    asked = Request("llama3-8b", 8, gpu="h100-sxm", sequence=4096, strategy="zero3", tp=2)
+    hosts = [estimate(build_setup(replace(asked, per_node=each))) for each in (8, 1)]
+    assert [[link.value for link in each.traffic.links] for each in hosts] == [["scaleup"], ["internode"]]
+    assert ["tensor parallelism across hosts" in {each.rule for each in host.findings} for host in hosts] == [
+        False,
+        True,
+    ]
+
+
 IMPOSSIBLE = [
     # numbers
     ({"gpus": 0}, "gpus is 0; give a number above 0"),

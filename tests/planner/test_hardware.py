@@ -8,15 +8,19 @@ import sys
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from terrazzo.errors import BadInput
+from terrazzo.planner.machine import devices as machine
 from terrazzo.planner.machine.devices import Cluster, Device, device, device_of_row, devices, this_machine
 from terrazzo.planner.machine.mesh import Mesh, group_of
 from terrazzo.planner.machine.network import Network
 from terrazzo.planner.machine.transfers import UnitTransfer, When
+from terrazzo.planner.setup.build_setup import build_setup
+from terrazzo.planner.setup.request import Request
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -165,6 +169,15 @@ def test_this_machine_is_its_cpus_where_it_has_no_gpu() -> None:
     assert not here.device.peak_flops
     physical = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     assert here.device.memory_bytes is not None and 0 < here.device.memory_bytes <= physical * 1.01
+
+
+def test_a_machine_with_gpus_may_be_planned_for_by_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * GIB)
+    monkeypatch.setattr(machine.gpus, "count", lambda: 2)
+    monkeypatch.setattr(machine.gpus, "properties", lambda _: found)
+    here, cpus = (build_setup(Request("gpt2", 1, gpu=each)).cluster.device for each in ("here", "cpu"))
+    assert (here.kind, here.memory_bytes, here.per_node, here.scaleup_domain) == ("cuda", 80 * GIB, 2, 2)
+    assert cpus.kind == "cpu"
 
 
 def test_nodes() -> None:

@@ -677,8 +677,10 @@ def test_where_one_rank_holds_nothing_the_reason_is_said_once() -> None:
     assert "zero2@cpu" in names and "zero3@cpu" not in names and "zero3@cpu-all" in names
 
 
-def test_a_reserve_is_taken_off_each_device_once() -> None:
-    whole, less = (search(Request("gpt2", 2, gpu="rtx4090", reserve_bytes=each)) for each in (None, 4e9))
+@pytest.mark.parametrize("memory_bytes", [None, 20e9])
+def test_a_reserve_is_taken_off_each_device_once(memory_bytes: float | None) -> None:
+    asked = Request("gpt2", 2, gpu="rtx4090", memory_bytes=memory_bytes)
+    whole, less = (search(replace(asked, reserve_bytes=each)) for each in (None, 4e9))
     room = whole.ranked[0].memory.capacity_bytes
     assert room is not None
     assert {each.memory.capacity_bytes for each in less.ranked} == {room - 4_000_000_000}

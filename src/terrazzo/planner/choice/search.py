@@ -42,7 +42,7 @@ VARIED = 8
 def search(request: Request, calibration: Calibration | None = None) -> Frontier:
     """Compare all strategies, meshes, checkpointing modes and micro-batches that a request leaves open.
 
-    Without `request.parallel` only the data axes are tried, which is what the engine runs; without `request.offload`
+    Without `request.parallel` only the data axes vary, and the others are as given; without `request.offload`
     only strategies that keep all states on the device. What is known to fail in `request.framework` is refused.
 
     Raises:

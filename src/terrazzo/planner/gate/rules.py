@@ -106,7 +106,10 @@ RULES = (
             setup.precision.master in (torch.bfloat16, torch.float16) and setup.precision.rounding == "nearest"
         ),
         reason="Updates smaller than 1/256 of a weight are lost in 16-bit master weights.",
-        alternative="Use precision bf16, whose master weights are fp32, or precision.rounding stochastic or remainder.",
+        alternative=(
+            "Use precision bf16, whose master weights are fp32, or precision.rounding remainder, or stochastic with "
+            "precision.moments int8."
+        ),
         source="arXiv 2010.06192; pytorch/ao torchao/optim README (bf16_stochastic_round)",
     ),
     Rule(

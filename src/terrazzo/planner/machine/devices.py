@@ -47,6 +47,7 @@ __all__ = [
     "device",
     "device_of_row",
     "devices",
+    "this_host",
     "this_machine",
 ]
 
@@ -143,6 +144,15 @@ class Device:
             return self.capability < 8
         return bool(self.peak_flops) and form not in self.peak_flops
 
+    def in_hosts_of(self, per_node: int) -> Device:
+        """The device in hosts of so many. Links within a host join no others; those of a rack do."""
+        within = self.scaleup_domain <= self.per_node
+        return replace(
+            self,
+            per_node=per_node,
+            scaleup_domain=min(self.scaleup_domain, per_node) if within else self.scaleup_domain,
+        )
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -208,7 +218,7 @@ def this_machine() -> Cluster:
     unless a measurement is at hand.
     """
     if not gpus.count():
-        return cpu_host(_host_memory_bytes())
+        return this_host()
     properties = gpus.properties(0)
     try:
         known = device(properties.name)
@@ -218,8 +228,13 @@ def this_machine() -> Cluster:
             properties.name, capability=None if amd else properties.major + properties.minor / 10, source="this machine"
         )
     count = gpus.count()
-    here = replace(known, memory_bytes=properties.total_memory, per_node=count)
+    here = replace(known.in_hosts_of(count), memory_bytes=properties.total_memory)
     return Cluster(here, count, host_memory_bytes=_host_memory_bytes())
+
+
+def this_host() -> Cluster:
+    """The CPUs of this machine, whether or not it has GPUs."""
+    return cpu_host(_host_memory_bytes())
 
 
 def cpu_host(memory_bytes: int | None) -> Cluster:

@@ -138,13 +138,13 @@ class Fields:
 
     def dropout(self) -> bool:
         """Whether activations are dropped anywhere, so that masks are kept for backward."""
-        rates = [(key, self.values[key]) for key in _DROPOUTS if self.values.get(key) is not None]
-        for key, value in rates:
+        given = {key: self.values[key] for key in _DROPOUTS if self.values.get(key) is not None}
+        for key, value in given.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
                 raise BadInput(
                     f"{self.name}: {key} is {_short(value)}, but a probability from 0 to below 1 is expected."
                 )
-        return any(value for _, value in rates) if rates else bool(self.family.defaults.get("dropout", 0))
+        return any(given.get(key, self.family.defaults.get(key)) for key in _DROPOUTS)
 
     def soft_cap(self, key: str) -> bool:
         """Whether scores, or logits, are kept within a cap by tanh; `key` is the config's."""

@@ -138,7 +138,7 @@ def shape_of(model: ModelSource) -> ModelShape:
 def settled(request: Request) -> Request:
     """The request with its model and its device read, so that a search reads them once."""
     device = build_cluster(request, 1).device
-    return replace(request, model=shape_of(request.model), gpu=device, reserve_bytes=None)
+    return replace(request, model=shape_of(request.model), gpu=device, memory_bytes=None, reserve_bytes=None)
 
 
 def counts_of(request: Request, per_node: int) -> tuple[int, ...]:
@@ -186,7 +186,9 @@ def _device(request: Request) -> Device:
         device = replace(device, memory_bytes=_without_reserve(device, request.reserve_bytes))
     if request.peak_flops is not None:  # and no measured rate of the device that the table has
         device = replace(device, peak_flops=dict.fromkeys(FORMATS, request.peak_flops), matmul_flops={})
-    names = ("per_node", *BANDWIDTHS, "watts", "launch_s")
+    if request.per_node is not None:
+        device = device.in_hosts_of(request.per_node)
+    names = (*BANDWIDTHS, "watts", "launch_s")
     own = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
     if device.watts is not None and own.get("watts", 0) > device.watts:
         raise BadInput(
@@ -210,8 +212,13 @@ def _without_reserve(device: Device, reserve_bytes: float) -> int:
 
 
 def _named_device(name: str, memory_bytes: float | None) -> Device:
-    """The device of that name in the table; `cpu` or `here` is this machine. With its memory given it may be any."""
-    if name.lower() in ("cpu", "here"):
+    """The device of that name in the table.
+
+    `cpu` is this machine's CPUs, `here` its GPUs if it has any. With its memory given it may be any.
+    """
+    if name.lower() == "cpu":
+        return hardware.this_host().device
+    if name.lower() == "here":
         return hardware.this_machine().device
     near = did_you_mean(name, [known.name for known in hardware.devices()])
     try:
