@@ -156,6 +156,9 @@ def test_the_dtype_that_is_named_holds_all_weights(tmp_path: Path, dtypes: tuple
     tensors = {f"w{i}": torch.ones(2).to(dtype) for i, dtype in enumerate(dtypes)}
     export_huggingface(MemorySource(tensors), tmp_path / "out", PLAIN)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == named
+    export_huggingface(MemorySource(tensors), tmp_path / "cast", PLAIN, dtype=torch.float16)
+    cast = safetensors.torch.load_file(tmp_path / "cast" / "model.safetensors")
+    assert all(torch.equal(each, torch.ones(2, dtype=torch.float16)) for each in cast.values())
 
 
 def test_buffers_integers_and_empty_tensors_are_written_as_they_are(tmp_path: Path) -> None:
@@ -243,6 +246,12 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path: Path, m
         export_huggingface(source, out, PLAIN, dtype=torch.float16)
     with pytest.raises(BadInput, match=r"as torch\.int8: use torch\.float32"):
         export_huggingface(source, out, PLAIN, dtype=torch.int8)
+    with pytest.raises(BadInput, match=r"as torch\.float8_e4m3fn: use torch\.float32"):
+        export_huggingface(source, out, PLAIN, dtype=torch.float8_e4m3fn)
+    quantized = ModelDescription({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}})
+    for codes in (torch.float8_e4m3fn, torch.int32):
+        with pytest.raises(BadInput, match=rf"'w' in 'memory' is {codes}: codes .* quantization_config"):
+            export_huggingface(MemorySource({"w": torch.ones(2).to(codes)}), out, quantized)
     with pytest.raises(BadInput, match="complex64, which safetensors"):
         export_huggingface(MemorySource({"w": torch.ones(2, dtype=torch.complex64)}), out, PLAIN)
     with pytest.raises(BadInput, match=r"'model\.norm\.weight' is no parameter of the built-in decoder"):

@@ -310,6 +310,24 @@ def test_groups_are_found_by_their_parameters_whatever_their_order(tmp_path: Pat
     run_in_threads(2, body)
 
 
+def test_a_hyper_parameter_that_is_none_is_as_good_as_missing(tmp_path: Path) -> None:
+    """In the groups that the saved ones become; what AdamW does not know is nobody's matter."""
+
+    def built(several: bool, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        with exclusive():
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        groups = [{"params": list(model[0].parameters()), **more}, {"params": list(model[1].parameters())}]
+        return tz.shard(model, torch.optim.AdamW(groups if several else model.parameters(), lr=0.5), plan="zero3")
+
+    def body(rank: int) -> None:
+        checkpoint.save(tmp_path / "a", *built(True, note=None))
+        model, optimizer = built(False)
+        checkpoint.load(tmp_path / "a", model, optimizer)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5]
+
+    run_in_threads(1, body)
+
+
 class Normed(nn.Module):
     """Two modules that share one buffer, which takes part in what the model computes."""
 

@@ -348,23 +348,27 @@ def test_equal_checkpoints_are_equal_whoever_wrote_them(saved: Path, torch_file:
 def test_differences_are_those_of_the_tensors(tmp_path: Path) -> None:
     one = {"same": torch.ones(3), "value": torch.tensor([1.0, 5.0, float("inf")]), "shape": torch.ones(2, 3)}
     one |= {"nan": torch.tensor([float("nan"), 1.0]), "narrow": torch.full((4,), 1.001), "a": torch.ones(1)}
+    one |= {"count": torch.tensor([2**53, 7]), "far": torch.tensor([-(2**63)])}
     other = {"same": torch.ones(3), "value": torch.tensor([1.5, 2.0, float("inf")]), "shape": torch.ones(3, 2)}
     other |= {"nan": torch.tensor([float("nan")] * 2), "narrow": one["narrow"].bfloat16(), "b": torch.ones(1)}
+    other |= {"count": torch.tensor([2**53 + 1, 7]), "far": torch.tensor([2**63 - 1])}
     save_file(one, tmp_path / "a.safetensors")
     save_file(other, tmp_path / "b.safetensors")
     done = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--json")
     assert done.exit_code == 1
     found = {state["name"]: state for state in json.loads(done.stdout)["states"]}
-    assert found.keys() == {"value", "shape", "nan", "narrow", "a", "b"}
+    assert found.keys() == {"value", "shape", "nan", "narrow", "count", "far", "a", "b"}
     assert (found["value"]["max_abs"], found["value"]["differing"]) == (3.0, 2)
     assert (found["nan"]["max_abs"], found["nan"]["differing"]) == ("nan", 1)
+    assert (found["count"]["max_abs"], found["count"]["differing"]) == (1.0, 1)
+    assert (found["far"]["max_abs"], found["far"]["differing"]) == (2.0**64, 1)
     assert found["narrow"]["note"] == "float32 and bfloat16"
     assert found["narrow"]["max_abs"] == pytest.approx(float((one["narrow"] - other["narrow"].float())[0].abs()))
     assert (found["a"]["note"], found["b"]["note"]) == ("only in A", "only in B")
     assert "[2, 3]" in found["shape"]["note"]
     done = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--all")
     assert re.search(r"^same +0$", done.stdout, re.MULTILINE)
-    assert "different: 6 of 7 states" in done.stdout
+    assert "different: 8 of 9 states" in done.stdout
 
 
 def test_large_states_are_compared_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

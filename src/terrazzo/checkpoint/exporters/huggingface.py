@@ -33,6 +33,9 @@ __all__ = [
     "write_folder",
 ]
 
+_CODES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8, torch.int32})
+"""Dtypes in which quantized models keep codes: one each, or several packed into an integer."""
+
 
 def export_huggingface(
     source: Source,
@@ -55,7 +58,7 @@ def export_huggingface(
 
     Raises:
         BadInput: `out` exists, there is too little space for it, `dtype` cannot be used or is too small for a weight,
-            or the source is damaged.
+            the source is damaged, or it has the codes of a quantized model, of which `model` says so too.
         SaveFailed: a file could not be written; nothing is left.
     """
     write_folder(source, out, planned(source, model, dtype, max_shard_bytes))
@@ -128,7 +131,7 @@ def write_folder(source: Source, out: Path, plan: Planned) -> None:
 
 def _tensors(source: Source, model: ModelDescription, dtype: torch.dtype | None) -> Iterator[ToWrite]:
     """What to write. A tied tensor is written once, unless the config says that loading it will not tie it again."""
-    if dtype is not None and (not dtype.is_floating_point or name_of(dtype) not in DTYPES):
+    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize == 1 or name_of(dtype) not in DTYPES):
         raise BadInput(f"Weights cannot be exported as {dtype}: use torch.float32, torch.bfloat16 or torch.float16.")
     names: dict[str, list[str]] = {name: [name] for name in source.tensors}
     if not model.config.get("tie_word_embeddings", True):
@@ -141,6 +144,11 @@ def _tensors(source: Source, model: ModelDescription, dtype: torch.dtype | None)
         stored = info.states[kind].dtype
         if name_of(stored) not in DTYPES:
             raise BadInput(f"'{origin}' in '{source.where}' is {stored}, which safetensors files cannot hold.")
+        if kind == WEIGHT and stored in _CODES and model.config.get("quantization_config"):
+            raise BadInput(
+                f"'{origin}' in '{source.where}' is {stored}: codes that mean weights only as the model's"
+                " quantization_config says, and exported folders have none. Dequantize the checkpoint first."
+            )
         written = dtype if dtype is not None and kind == WEIGHT and stored.is_floating_point else stored
         for name in names[origin]:
             for part in model.parts(name, info.shape):
@@ -192,7 +200,10 @@ def _write(file: BinaryIO, source: Source, tensor: ToWrite) -> None:
 
 
 def _check_range(source: Source, tensor: ToWrite, values: Tensor, cast: Tensor) -> None:
-    if cast.dtype != values.dtype and cast.isinf().sum() > values.isinf().sum():
+    if cast.dtype == values.dtype:
+        return
+    values = values.float() if values.dtype.itemsize == 1 else values  # torch finds no infinities in 8 bits
+    if cast.isinf().sum() > values.isinf().sum():
         raise BadInput(
             f"'{tensor.origin}' in '{source.where}' has values as large as {values.abs().max().item():.3g}, beyond the"
             f" range of {tensor.dtype}: export as torch.bfloat16 or torch.float32."

@@ -129,7 +129,7 @@ def load(
 
     Args:
         optimizer: None takes the weights and leaves the rest; a list where the model has several.
-        cast: whether states may be rounded to a narrower dtype.
+        cast: whether states may be rounded to a narrower dtype. What is beyond its range becomes infinite.
 
     Raises:
         Damaged: what is there is not what was written; the message names the file, the tensor and the bytes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -218,16 +218,20 @@ def _group_misfits(source: Source, model: torch.nn.Module, listed: Sequence[Tabl
             yield f"{_shown(min(absent))} is in no parameter group of its optimizer"
             continue
         values = hyper[min(names)] if names else {}
-        if others := [name for name in sorted(names) if hyper[name] != values]:
-            other = hyper[others[0]]
-            unlike = next(key for key in values | other if other.get(key) != values.get(key))
+        unlike = ((name, key) for name in sorted(names) for key in _unlike(hyper[name], values))
+        if first := next(unlike, None):
             yield (
-                f"parameter group {index} puts {_shown(min(names))} and {_shown(others[0])} together, which have"
-                f" different {unlike} in the checkpoint"
+                f"parameter group {index} puts {_shown(min(names))} and {_shown(first[0])} together, which have"
+                f" different {first[1]} in the checkpoint"
             )
         for key, value in values.items():
             if not _alike(value, current.get(key)):
                 yield f"{key} of parameter group {index} is {value!r} in the checkpoint and {current.get(key)!r} here"
+
+
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Hyper-parameters that differ. One that is None is as good as missing."""
+    return (key for key in other | one if one.get(key) != other.get(key))
 
 
 def _alike(saved: Any, current: Any) -> bool:

@@ -21,7 +21,7 @@ __all__ = ["SourceWeights", "load_weights", "weights_for"]
 
 
 def load_weights(model: nn.Module, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
-    """Load full weights into a (sharded) model, one tensor at a time. Collective of a sharded one.
+    """Load full weights into a model. Collective of a sharded one, which takes one tensor at a time.
 
     Args:
         source: a mapping of names to full tensors, or the path of a checkpoint of any format. A folder that has a

@@ -157,7 +157,19 @@ def _distance(x: Tensor, y: Tensor) -> tuple[float, int]:
     """The largest absolute difference of two 1-D tensors, and how many elements differ."""
     if x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
         return 0.0, 0
+    if x.dtype == y.dtype and not (x.is_complex() or x.is_floating_point()):
+        return _integer_distance(x, y)
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     x, y = x.to(wide), y.to(wide)
     equal = (x == y) | (x.isnan() & y.isnan())
     return float((x - y).abs().masked_fill_(equal, 0).max()), len(x) - int(equal.count_nonzero())
+
+
+def _integer_distance(x: Tensor, y: Tensor) -> tuple[float, int]:
+    """`_distance` of integers, of which float64 does not tell those beyond 2**53 apart."""
+    if x.dtype == torch.uint64:  # moved into the range of int64, in their order
+        x, y = (values.view(torch.int64) ^ torch.iinfo(torch.int64).min for values in (x, y))
+    x, y = x.to(torch.int64), y.to(torch.int64)
+    distance = (torch.maximum(x, y) - torch.minimum(x, y)).double()
+    distance[distance < 0] += 2.0**64  # it went around
+    return float(distance.max()), int((x != y).count_nonzero())
