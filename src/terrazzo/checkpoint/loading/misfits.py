@@ -231,7 +231,7 @@ def _group_misfits(source: Source, model: torch.nn.Module, listed: Sequence[Tabl
 
 def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     """Hyper-parameters that differ. One that is None is as good as missing."""
-    return (key for key in other | one if one.get(key) != other.get(key))
+    return (key for key in {**other, **one} if one.get(key) != other.get(key))
 
 
 def _alike(saved: Any, current: Any) -> bool:
