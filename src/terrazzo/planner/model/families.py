@@ -165,7 +165,7 @@ _GPT2 = Architecture(
         "attn_pdrop": 0.1,
         "resid_pdrop": 0.1,
         "nonlinearity": "gelu_new",
-    },
+    },  # fmt: skip
     gated=False,
     rotary=0.0,
     norm="layer",
