@@ -151,6 +151,8 @@ _DEEPSEEK_V2 = replace(
 
 _HEAD_BIAS = TensorRow("lm_head.bias", ("vocab",), "vector", "vocab")
 
+_GPT2_DROPOUTS = {"attn_pdrop": 0.1, "resid_pdrop": 0.1}
+
 _GPT2 = Architecture(
     blocks="transformer.h",
     root=embedding("transformer.wte") + positions("transformer.wpe") + norms("transformer.ln_f", bias=True),
@@ -158,14 +160,7 @@ _GPT2 = Architecture(
     mlp=transposed(mlp("mlp.c_fc", "mlp.c_proj")),
     norms=norms("ln_1", "ln_2", bias=True),
     keys={"hidden": "n_embd", "layers": "n_layer", "heads": "n_head", "ffn": "n_inner", "positions": "n_positions"},
-    defaults={
-        "ffn": None,
-        "positions": 1024,
-        "tied": True,
-        "attn_pdrop": 0.1,
-        "resid_pdrop": 0.1,
-        "nonlinearity": "gelu_new",
-    },  # fmt: skip
+    defaults={**_GPT2_DROPOUTS, "ffn": None, "positions": 1024, "tied": True, "nonlinearity": "gelu_new"},
     gated=False,
     rotary=0.0,
     norm="layer",
