@@ -101,8 +101,8 @@ def run_of(setup: Setup) -> MeasuredRun:
     )
 
 
-OF_ANY_DEVICE = ("name", "kind", "memory_bytes", "per_node", "source", "notes")
-"""Fields of a device that no time of a step is computed from, or that only say which host it is in."""
+OF_ANY_DEVICE = ("name", "kind", "memory_bytes", "per_node", "scaleup_domain", "source", "notes")
+"""Fields of a device that no time of computing is computed from, or that only say which hosts and links it is in."""
 
 
 def figures_of(device: Device) -> dict[str, str]:
