@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,7 +13,15 @@ from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.messages import did_you_mean
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.edits import Changed, edits_that_fit, first_that_fits, narrower_names, no_edit
+from terrazzo.planner.choice.edits import (
+    Changed,
+    also,
+    edits_that_fit,
+    first_that_fits,
+    narrower_names,
+    no_edit,
+    on_more_gpus,
+)
 from terrazzo.planner.choice.fewest import min_gpus
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.gate.gate import findings
@@ -141,25 +149,18 @@ def _wider(request: Request, best: Estimate) -> tuple[Edit, ...]:
     def found(*changes: Changed[Request]) -> list[Edit]:
         return first_that_fits(changes, best, lambda changed: search(changed, _calibration_of(changed)).best)
 
-    edits: list[Edit] = []
+    here, edits = Changed("", request), list[Edit]()
     if not request.offload and request.plan is None:
-        edits += found(Changed("--offload any", replace(request, offload=True)))
-    parallel = [] if request.parallel else [Changed("--parallel", replace(request, parallel=True))]
+        edits += found(also(here, "--offload any", offload=True))
+    parallel = [] if request.parallel else [also(here, "--parallel", parallel=True)]
     edits += found(*parallel)
-    names = narrower_names(best.setup)
-    edits += found(*(Changed(f"--precision {name}", replace(request, precision=name)) for name in names))
+    edits += found(*(also(here, precision=name) for name in narrower_names(best.setup)))
     if isinstance(request.gpus, int):
-        larger = found(*_larger(Changed("", request), best))
+        larger = found(*on_more_gpus(here, best.setup))
         if not any(edit.estimate.memory.fits_surely for edit in larger):
-            larger += found(*(change for each in parallel for change in _larger(each, best)))
+            larger += found(*(change for each in parallel for change in on_more_gpus(each, best.setup)))
         edits += larger
     return tuple(edits)
-
-
-def _larger(base: Changed[Request], best: Estimate) -> Iterator[Changed[Request]]:
-    count = best.setup.cluster.count
-    while (count := 2 * count) <= MOST_TRIED:
-        yield Changed(f"{base.options} --gpus {count}".lstrip(), replace(base.made, gpus=count))
 
 
 def _estimate_here(setup: Setup) -> Estimate:

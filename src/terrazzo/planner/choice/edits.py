@@ -18,11 +18,13 @@ from terrazzo.planner.setup.setup import Setup
 __all__ = [
     "Changed",
     "Kinds",
+    "also",
     "best_edits",
     "edits_that_fit",
     "first_that_fits",
     "narrower_names",
     "no_edit",
+    "on_more_gpus",
     "parted_sizes",
 ]
 
@@ -169,7 +171,7 @@ _OPTIONS = {"checkpointing": "ac", "micro_batch": "micro-batch"}
 """The option of the command line for a field of a request, where it has another name."""
 
 
-def _also(base: Changed[Request], options: str = "", **fields: Any) -> Changed[Request]:
+def also(base: Changed[Request], options: str = "", **fields: Any) -> Changed[Request]:
     """A request changed once more; `options` only where these are not the fields' own."""
     options = options or " ".join(f"--{_OPTIONS.get(name, name)} {value}" for name, value in fields.items())
     return Changed(f"{base.options} {options}".lstrip(), replace(base.made, **fields))
@@ -181,19 +183,19 @@ def _alone(here: Changed[Request], setup: Setup) -> Iterator[Iterator[Changed[Re
         yield _recomputing(here, setup)
         yield _smaller(here, setup)
         if _has_logits(here, setup):
-            yield iter([_also(here, loss="chunked")])
+            yield iter([also(here, loss="chunked")])
     yield _elsewhere(here, setup)
 
 
 def _recomputing(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
     modes = {"none": ("selective", "full"), "selective_half": ("full",), "selective": ("full",)}
     for mode in modes.get(setup.checkpointing, ("full",) if setup.every > 1 else ()):
-        yield _also(here, checkpointing=mode)
+        yield also(here, checkpointing=mode)
 
 
 def _smaller(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
     for shift in range(1, setup.micro_batch.bit_length()):
-        yield _also(here, micro_batch=setup.micro_batch >> shift)
+        yield also(here, micro_batch=setup.micro_batch >> shift)
 
 
 def _has_logits(here: Changed[Request], setup: Setup) -> bool:
@@ -207,8 +209,8 @@ def _recomputes_all(setup: Setup) -> bool:
 def _leanest(here: Changed[Request], setup: Setup) -> Changed[Request]:
     """All recomputed, in the smallest micro-batches."""
     if setup.model.computes and not _recomputes_all(setup):
-        here = _also(here, checkpointing="full")
-    return _also(here, micro_batch=1) if setup.model.computes and setup.micro_batch > 1 else here
+        here = also(here, checkpointing="full")
+    return also(here, micro_batch=1) if setup.model.computes and setup.micro_batch > 1 else here
 
 
 def _with_leanest(here: Changed[Request], setup: Setup) -> list[Changed[Request]]:
@@ -221,7 +223,7 @@ def _narrower(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]
     """States in fewer bits, alone and where the rest takes the least."""
     for base in _with_leanest(here, setup):
         for name in narrower_names(setup):
-            yield _also(base, precision=name)
+            yield also(base, precision=name)
 
 
 def narrower_names(setup: Setup) -> tuple[str, ...]:
@@ -260,10 +262,10 @@ def _elsewhere(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request
             plan = Plan.named(f"{base}@{name}")
         except BadInput:  # one of the user's own, or states that stay where they are
             continue
-        yield _also(here, f"--offload {name}", strategy=plan)
+        yield also(here, f"--offload {name}", strategy=plan)
     if at:
         try:
-            yield _also(here, f"--strategy {base}, without offload", strategy=Plan.named(base))
+            yield also(here, f"--strategy {base}, without offload", strategy=Plan.named(base))
         except BadInput:
             return
 
@@ -273,7 +275,7 @@ def _together(here: Changed[Request], setup: Setup) -> Iterator[Iterator[Changed
     if not setup.model.computes:
         return
     for mode in ("full", "selective")[: 2 if setup.checkpointing == "none" else 1]:
-        yield iter(()) if _recomputes_all(setup) else _smaller(_also(here, checkpointing=mode), setup)
+        yield iter(()) if _recomputes_all(setup) else _smaller(also(here, checkpointing=mode), setup)
     if (least := _leanest(here, setup)).options:
         yield _without_logits(here, setup)
         yield _elsewhere(least, setup)
@@ -284,14 +286,14 @@ def _without_logits(here: Changed[Request], setup: Setup) -> Iterator[Changed[Re
     """All recomputed and a loss without all logits, and at last with the smallest micro-batches."""
     if _has_logits(here, setup):
         if not _recomputes_all(setup):
-            yield _also(here, checkpointing="full", loss="chunked")
+            yield also(here, checkpointing="full", loss="chunked")
         if setup.micro_batch > 1:
-            yield _also(_leanest(here, setup), loss="chunked")
+            yield also(_leanest(here, setup), loss="chunked")
 
 
 def _parted(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
     for size in parted_sizes(setup) if here.made.tp is None else ():
-        yield _also(_leanest(here, setup), tp=size)
+        yield also(_leanest(here, setup), tp=size)
 
 
 def parted_sizes(setup: Setup) -> Iterator[int]:
@@ -306,6 +308,11 @@ def parted_sizes(setup: Setup) -> Iterator[int]:
 def _larger(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
     """More GPUs, as it is, with the least memory that it may take, and with layers in parts."""
     for base in (*_with_leanest(here, setup), *_parted(here, setup)):
-        count = setup.cluster.count
-        while (count := 2 * count) <= MOST_TRIED:
-            yield _also(base, gpus=count)
+        yield from on_more_gpus(base, setup)
+
+
+def on_more_gpus(base: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
+    """A request on twice as many GPUs as a setup has, on four times as many, and so on, as far as is tried."""
+    count = setup.cluster.count
+    while (count := 2 * count) <= MOST_TRIED:
+        yield also(base, gpus=count)

@@ -74,7 +74,7 @@ def min_gpus(request: Request, calibration: Calibration | None = None) -> Sizing
     gpus = _first(counts, runs)
     if tried and len(impossible) == len(tried):
         raise impossible[0]
-    possible = [count for count, step in tried.items() if step.best or step.closest]
+    possible = [count for count, step in tried.items() if step.is_possible]
     if possible:
         shown = gpus or max(possible)
         tried[shown] = search(replace(request, gpus=shown), calibration)

@@ -79,6 +79,11 @@ class Frontier:
         return next(iter(self.ranked), None)
 
     @property
+    def is_possible(self) -> bool:
+        """Whether anything was planned, whether it fits or not."""
+        return bool(self.best or self.closest)
+
+    @property
     def nearest(self) -> Refusal | None:
         """The refusal for want of memory that lacks the smallest share; None where memory refused nothing."""
         return min((one for one in self.refused if one.setup), key=lambda one: one.overrun, default=None)

@@ -40,7 +40,7 @@ class Sizing:
     @property
     def possible(self) -> tuple[Frontier, ...]:
         """Those of `steps` on whose number of devices something was planned, whether it fits or not."""
-        return tuple(step for step in self.steps if step.best or step.closest)
+        return tuple(step for step in self.steps if step.is_possible)
 
     @property
     def machines(self) -> bool:

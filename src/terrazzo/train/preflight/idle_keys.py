@@ -6,6 +6,7 @@ checkpoint.overwrite where checkpoint.resume has been set explicitly, as the com
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import operator
@@ -53,8 +54,10 @@ def idle_notes(config: Config, world_size: int) -> list[str]:
 
 def _changed(config: Config, keys: Iterable[str]) -> list[str]:
     """Those of `keys` that are not at their defaults."""
-    usual = Config()
-    return [key for key in keys if (value := operator.attrgetter(key))(config) != value(usual)]
+    return [key for key in keys if (value := operator.attrgetter(key))(config) != value(_usual())]
+
+
+_usual = functools.cache(Config)
 
 
 def _note(keys: list[str], why: str, edit: str) -> str:
