@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -167,6 +170,31 @@ def test_a_rank_that_is_stopped_on_another_machine_is_named_on_both_and_all_rank
         said = r"Rank 1 \(host .+, pid \d+\) is stopped \(SIGSTOP\)\. Missing from all_gather \d+ on dp_shard, unit \d"
         assert re.search(said, done.stderr), done.stderr
     assert {path.name for path in (tmp_path / "stall").iterdir()} == {"rank-0.txt", "rank-1.txt", "stall.txt"}
+
+
+def test_a_warden_can_be_told_of_thousands_of_machines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An environment variable holds 128 KiB (Linux, MAX_ARG_STRLEN), and a larger one starts no process."""
+    places = [[f"gpu-node-{number}.cluster", "10.0.0.1", 40_000 + number, [number]] for number in range(5000)]
+    task = {"places": places, "ranks": [], "patience": [20, 600, True]}
+    reads = "import os, sys; from pathlib import Path; sys.stdout.write(os.environ['TERRAZZO_WARDEN'])"
+    told: list[object] = []
+    real = subprocess.Popen
+
+    def started(command: list[str], **options: Any) -> Any:
+        told.append(watched_rank.task_of(os.dup(int(options["env"][watched_rank.TASK]))))
+        return real([sys.executable, "-S", "-c", reads], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    watched_rank._start(task, None)
+    assert told == [{**task, "listener": -1}]
+    assert watched_rank._started.pop().wait() == 0
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    monkeypatch.setattr(subprocess, "Popen", real)
+    watched_rank._start(task, None)
+    assert "Nobody looks whether ranks stand still" in capsys.readouterr().err
 
 
 def test_ranks_on_several_machines_are_looked_after_by_a_warden_on_each(two_processes: Pool) -> None:

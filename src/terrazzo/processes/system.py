@@ -6,6 +6,7 @@ Whoever asks may name another folder for `/sys`, as tests do; `proc` is beside i
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ __all__ = [
     "is_ending",
     "is_stopped",
     "is_traced",
+    "memory_file",
     "oom_kills",
     "processor_s",
     "state_of",
@@ -97,6 +99,14 @@ def processor_s(pid: int, root: Path = SYS) -> float:
     own = sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK") if len(words) > 15 else 0.0
     children = " ".join(text_of(task / "children") for task in (root.parent / f"proc/{pid}/task").glob("*"))
     return own + sum(processor_s(int(child), root) for child in children.split())
+
+
+def memory_file(name: str) -> int:
+    """A descriptor of a new empty file in memory, or on the disk where the system has no such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def oom_kills(root: Path = SYS) -> int | None:

@@ -12,7 +12,6 @@ import json
 import mmap
 import os
 import struct
-import tempfile
 import time
 from collections.abc import Mapping
 from enum import IntEnum
@@ -23,6 +22,7 @@ import numpy as np
 
 from terrazzo.engine.instrumentation.label import Purpose
 from terrazzo.errors import BadInput
+from terrazzo.processes.system import memory_file
 
 __all__ = [
     "CAPACITY",
@@ -142,11 +142,7 @@ class Ring:
     @staticmethod
     def memory() -> int:
         """A file descriptor of new shared memory. Pages take room once they are written."""
-        if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create("terrazzo-flight")
-        else:
-            with tempfile.TemporaryFile() as file:
-                descriptor = os.dup(file.fileno())
+        descriptor = memory_file("terrazzo-flight")
         os.ftruncate(descriptor, _EVENTS_AT + CAPACITY * _EVENT.size)
         return descriptor
 

@@ -10,6 +10,7 @@ import faulthandler
 import os
 import signal
 
+from terrazzo.processes.system import memory_file
 from terrazzo.telemetry.flight.folder import FlightRecorder, save_flight
 from terrazzo.telemetry.flight.ring import Ring, Tail
 from terrazzo.telemetry.watchdog.rank_progress import RankProgress
@@ -76,9 +77,7 @@ class Recording:
 
 def threads_memory() -> int:
     """A descriptor of new memory for the stacks of a rank's threads."""
-    made = os.memfd_create("terrazzo-threads") if hasattr(os, "memfd_create") else Ring.memory()
-    os.ftruncate(made, 0)
-    return made
+    return memory_file("terrazzo-threads")
 
 
 def open_flight_recorder(rank: int, world: int) -> FlightRecorder:

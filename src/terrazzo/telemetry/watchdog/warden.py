@@ -7,17 +7,17 @@ record into, so that it can read it when they are gone. It ends with the last of
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import resource
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from terrazzo.exit_codes import FAILED, STALLED
+from terrazzo.files import say_on_stderr
 from terrazzo.processes.system import (
     birth_of,
     is_stopped,
@@ -33,7 +33,7 @@ from terrazzo.telemetry.watchdog.recording import ASK, Recording
 from terrazzo.telemetry.watchdog.stall import GONE, Stall
 from terrazzo.telemetry.watchdog.warden_links import RunMachine, WardenLinks
 from terrazzo.telemetry.watchdog.watchdog import LOOK_EVERY_S, Patience, System, Watchdog
-from terrazzo.telemetry.watchdog.watched_rank import END, SHOW_THREADS, TASK
+from terrazzo.telemetry.watchdog.watched_rank import END, SHOW_THREADS, TASK, task_of
 
 __all__ = ["Warden"]
 
@@ -142,7 +142,7 @@ class Warden:
         self._others = None if links is None else OtherMachines(links, patience)
         system = System() if self._others is None else self._others.system
         elsewhere = {} if self._others is None else self._others.ranks()
-        self._watchdog = Watchdog(here | elsewhere, patience, system, say=_say)
+        self._watchdog = Watchdog(here | elsewhere, patience, system, say=say_on_stderr)
         self._memory_kills, self._has_said_who_died = MemoryKills(), False
 
     def run(self) -> None:
@@ -169,7 +169,7 @@ class Warden:
         if (stall := self._others.take_reports(progress_of)) is not None:
             return stall
         here = {rank.rank: progress_of[rank.rank] for rank in self._ranks}
-        if self._others.any_silent(_say):
+        if self._others.any_silent(say_on_stderr):
             return self._others.cut_off(here)
         return self._watchdog.look()
 
@@ -213,7 +213,7 @@ class Warden:
         killed = (
             "The kernel's out-of-memory killer has ended a process here meanwhile." if self._memory_kills.count else ""
         )
-        _say(" ".join(filter(None, [stall.text, killed, evidence])))
+        say_on_stderr(" ".join(filter(None, [stall.text, killed, evidence])))
 
     @property
     def _suspects(self) -> list[Suspect]:
@@ -224,7 +224,7 @@ class Warden:
         evidence = keep_evidence(self._suspects, stall)
         for rank in self._ranks:
             rank.recording.save()
-        _say(f"{stall.text}\nAll ranks are ended, with exit code {STALLED}. {evidence}".rstrip())
+        say_on_stderr(f"{stall.text}\nAll ranks are ended, with exit code {STALLED}. {evidence}".rstrip())
         if self._others is not None:  # they end theirs, too: the first to end makes others fail
             time.sleep(_TOGETHER_ELSEWHERE_S)
         for rank in self._ranks:
@@ -237,14 +237,17 @@ class Warden:
             rank.kill()
 
 
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it any more
-        print(text, file=sys.stderr, flush=True)
+def _raise_open_files() -> None:
+    """Let this process have as many open files as it may: two for each other machine."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the warden ends with its ranks
-    task = json.loads(os.environ[TASK])
+    task = task_of(int(os.environ.pop(TASK)))
+    _raise_open_files()
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the run is over already
         links = None
         if "places" in task:

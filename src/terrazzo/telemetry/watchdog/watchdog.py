@@ -7,11 +7,11 @@ is none either, but is named.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from terrazzo.files import say_on_stderr
 from terrazzo.processes.system import is_traced, processor_s, state_of, waits_for_drive
 from terrazzo.telemetry.flight.ring import FlightEvent
 from terrazzo.telemetry.watchdog.rank_progress import RankProgress
@@ -100,7 +100,7 @@ class Watchdog:
         ranks: Mapping[int, tuple[RecordSource, int]],
         patience: Patience,
         system: System | None = None,
-        say: Callable[[str], object] = lambda text: print(text, file=sys.stderr, flush=True),
+        say: Callable[[str], object] = say_on_stderr,
     ) -> None:
         self._tails = {rank: tail for rank, (tail, _) in ranks.items()}
         self._pids = {rank: pid for rank, (_, pid) in ranks.items()}

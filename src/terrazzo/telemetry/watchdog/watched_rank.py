@@ -24,9 +24,10 @@ from typing import Any
 
 from terrazzo.exchange import gather_json
 from terrazzo.exit_codes import STALLED
+from terrazzo.files import say_on_stderr
 from terrazzo.hosts import open_listener, own_address
 from terrazzo.processes.ending import Ending, start_thread
-from terrazzo.processes.system import birth_of, boot_id
+from terrazzo.processes.system import birth_of, boot_id, memory_file
 from terrazzo.telemetry.flight.folder import FlightRecorder
 from terrazzo.telemetry.flight.recorder import RingRecorder
 from terrazzo.telemetry.log.torchrun_report import report_to_torchrun
@@ -35,10 +36,12 @@ from terrazzo.telemetry.watchdog.recording import ASK, threads_memory
 from terrazzo.telemetry.watchdog.warden_links import RunMachine, reached_of
 from terrazzo.telemetry.watchdog.watchdog import Patience
 
-__all__ = ["END", "SHOW_THREADS", "TASK", "look_after"]
+__all__ = ["END", "SHOW_THREADS", "TASK", "look_after", "task_of"]
 
 TASK = "TERRAZZO_WARDEN"
-"""Environment variable of a warden: the ranks that it watches, and how, as JSON."""
+"""Environment variable of a warden: the descriptor of a file that says which ranks it watches, and how, as JSON. A
+variable itself holds 128 KiB, which is less than thousand machines take.
+"""
 
 SHOW_THREADS, END, _LEAVE = b"?", b"x", b"-"
 """Written to a rank's pipe: show the stacks of your threads; end, for the reason that follows; stop listening."""
@@ -151,22 +154,45 @@ def _reach(task: dict[str, Any]) -> None:
 
 def _start(task: Mapping[str, Any], listener: socket.socket | None) -> None:
     """Start the warden, in a session of its own, so that it is not ended with this one's."""
+    told = memory_file("terrazzo-warden")
     environment = os.environ | {
-        TASK: json.dumps({**task, "listener": -1 if listener is None else listener.fileno()}),
+        TASK: str(told),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
     command, nothing = [sys.executable, "-P", "-m", _MODULE], subprocess.DEVNULL
-    keep = () if listener is None else (listener.fileno(),)
-    with contextlib.suppress(OSError):  # no process or memory left: the run goes on unwatched
+    listens = [] if listener is None else [listener.fileno()]
+    try:
+        _write_all(told, json.dumps({**task, "listener": next(iter(listens), -1)}).encode())
         _started.append(
             subprocess.Popen(
-                command, stdin=nothing, stdout=nothing, env=environment, start_new_session=True, pass_fds=keep
+                command,
+                stdin=nothing,
+                stdout=nothing,
+                env=environment,
+                start_new_session=True,
+                pass_fds=[told, *listens],
             )
         )
+    except OSError as error:  # such as no process or memory left
+        say_on_stderr(f"Nobody looks whether ranks stand still: {_MODULE} cannot be started ({error.strerror}).")
+    os.close(told)
     if listener is not None:
         listener.close()
+
+
+def task_of(descriptor: int) -> dict[str, Any]:
+    """What a warden has been told: the file that `TASK` names."""
+    with open(descriptor, encoding="ascii") as file:
+        file.seek(0)
+        task: dict[str, Any] = json.load(file)
+    return task
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
 
 
 def _listen(channel: _WardenChannel, begins: Sequence[Callable[[], None] | None], soon_s: float) -> None:
