@@ -76,15 +76,19 @@ def open_file_system(url: str, what: str) -> tuple[Any, str]:
 def replacing(path: Path, *, sync: bool) -> Iterator[Path]:
     """A hidden path beside `path` to write a file to, which replaces `path` when the block has succeeded.
 
-    Readers find the old file or the new one, each complete, with the mode that the old one had. A block that fails
-    leaves nothing behind, and one that leaves no file does not change `path`.
+    Readers find the old file or the new one, each complete, with the mode that the old one had; until then only this
+    user can read what replaces it. Where `path` is a symbolic link, the file that it names is replaced, as by
+    `open(path, "w")`. A block that fails leaves nothing behind, and one that removes the file does not change `path`.
 
     Args:
         sync: flush the new file to the disk before the rename, and the rename after it: a power failure then leaves the
             old file or the new one. Without it, it may leave an empty file.
     """
+    path = Path(os.path.realpath(path))
     beside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.new")
     try:
+        if path.exists():
+            beside.touch(0o600)
         yield beside
         if not beside.exists():
             return

@@ -65,7 +65,7 @@ def write_output(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
         else:
-            replace_file(path.resolve(), text, sync=False)
+            replace_file(path, text, sync=False)
 
 
 def write_model(config: Mapping[str, Any], path: Path, writer: str) -> None:
