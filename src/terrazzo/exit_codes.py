@@ -23,7 +23,9 @@ __all__ = [
     "UNREAD",
     "ExitRow",
     "exit_codes_text",
+    "meaning_of",
     "reason_of",
+    "signal_name",
 ]
 
 DONE = 0
@@ -93,7 +95,27 @@ def reason_of(code: int) -> str:
     """The key of any code; of one that is not in the table `killed`, if it stands for a signal, else `failed`."""
     if code in EXIT_CODES:
         return EXIT_CODES[code].reason
-    return "killed" if code - 128 in signal.valid_signals() else EXIT_CODES[FAILED].reason
+    return "killed" if _is_of_signal(code) else EXIT_CODES[FAILED].reason
+
+
+def meaning_of(code: int) -> str:
+    """The meaning of any code in a few words."""
+    if code in EXIT_CODES:
+        return EXIT_CODES[code].meaning
+    return f"ended by {signal_name(code - 128)}" if _is_of_signal(code) else f"ended with exit code {code}"
+
+
+def _is_of_signal(code: int) -> bool:
+    """Whether it is what shells report of a process that a signal has ended."""
+    return code - 128 in signal.valid_signals()
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM` for 15; real-time signals have no names but that of the first, so `SIGRTMIN+1` for 35."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
 def exit_codes_text() -> str:

@@ -372,8 +372,14 @@ def test_a_run_that_went_well_is_noted_by_its_first_rank(
         ),
         (
             None,
-            RunEnd(130),
+            RunEnd(130, "ended by SIGINT"),
             {"code": 130, "reason": "interrupted", "cause": "ended by SIGINT", "rank": None, "step": None},
+        ),
+        (None, RunEnd(0), {"code": 0, "reason": "done", "cause": "all steps are done", "rank": None, "step": None}),
+        (
+            None,
+            RunEnd(255),  # 127 more than 128, and no signal
+            {"code": 255, "reason": "failed", "cause": "ended with exit code 255", "rank": None, "step": None},
         ),
     ],
 )

@@ -13,12 +13,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from terrazzo.config import without_passwords
-from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED, reason_of
+from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED, meaning_of, reason_of, signal_name
 from terrazzo.files import say_on_stderr
 from terrazzo.launch.launcher.local_ranks import LocalRank
 from terrazzo.launch.launcher_pipe import Failure, Milestone, first_failure
 from terrazzo.launch.stopping.notices import Notices, say_now
-from terrazzo.launch.stopping.received_signals import signal_name
 from terrazzo.messages import listed
 from terrazzo.telemetry.log.exit_note import ExitNote
 from terrazzo.telemetry.watchdog.stall import Stall
@@ -37,7 +36,7 @@ class RunEnd(NamedTuple):
 
     Attributes:
         code: the exit code.
-        why: what failed first, in a line; empty if nothing did.
+        why: what failed first, or the signal that ended all, in a line; empty if it is what the exit code says.
         lasts: whether it would end in the same way if it was started again.
         rank: the rank that failed first.
         failed_at_start: whether that rank had not finished a step since its start.
@@ -56,9 +55,8 @@ class RunEnd(NamedTuple):
     @property
     def note(self) -> ExitNote:
         """The launcher's note of the end."""
-        cause = self.why or (f"ended by {signal_name(self.code - 128)}" if self.code > 128 else "unknown")
-        reason = self.reason or reason_of(self.code)
-        return ExitNote(self.code, reason, str(without_passwords(cause)), self.rank, self.step)
+        cause = str(without_passwords(self.why or meaning_of(self.code)))
+        return ExitNote(self.code, self.reason or reason_of(self.code), cause, self.rank, self.step)
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def _ended_at_once(end: RanksAtEnd) -> RunEnd | None:
     if end.notices is not None:
         is_ready = any(Milestone.READY in rank.reached for rank in end.ranks)
         say_now(end.notices.cut_short() if is_ready else end.notices.ended_unasked)
-    return RunEnd(128 + end.kill_signal)
+    return _by_signal(end.kill_signal)
 
 
 def _stopped_as_asked(end: RanksAtEnd) -> RunEnd | None:
@@ -138,7 +136,11 @@ def _stopped_as_asked(end: RanksAtEnd) -> RunEnd | None:
     if all(rank.code is not None and rank.code >= 0 and rank.failure is None for rank in end.ranks):
         return RunEnd(max(rank.code or 0 for rank in end.ranks))
     say_on_stderr(f"Stopped by {signal_name(end.stop_signal)}; all ranks have ended.")
-    return RunEnd(128 + end.stop_signal)
+    return _by_signal(end.stop_signal)
+
+
+def _by_signal(number: int) -> RunEnd:
+    return RunEnd(128 + number, f"ended by {signal_name(number)}")
 
 
 def _ended_well(end: RanksAtEnd) -> RunEnd | None:

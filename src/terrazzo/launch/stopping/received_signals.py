@@ -5,15 +5,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-__all__ = ["ReceivedSignals", "signal_name"]
-
-
-def signal_name(number: int) -> str:
-    """`SIGTERM` for 15; real-time signals have no names but that of the first, so `SIGRTMIN+1` for 35."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+__all__ = ["ReceivedSignals"]
 
 
 class ReceivedSignals:

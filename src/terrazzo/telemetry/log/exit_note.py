@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from terrazzo.exit_codes import EXIT_CODES
+from terrazzo.exit_codes import meaning_of, reason_of
 from terrazzo.files import replace_file, replacing
 from terrazzo.telemetry.log.run_folder import RunFolder
 
@@ -43,8 +43,7 @@ class ExitNote(NamedTuple):
 
 def note_of_code(code: int, step: int | None) -> ExitNote:
     """The note of a run that ended as its exit code says, such as after all steps, in the words of the code's row."""
-    row = EXIT_CODES[code]
-    return ExitNote(code, row.reason, row.meaning, None, step)
+    return ExitNote(code, reason_of(code), meaning_of(code), None, step)
 
 
 def leave_exit(folder: Path, note: ExitNote) -> None:
