@@ -94,13 +94,19 @@ class Verdict:
 
 
 class _Cause(NamedTuple):
-    """What one cause takes of a step: mean `seconds`, and seconds in `each` record; `rank` is the one waited for."""
+    """What one cause takes of a step: mean `seconds`, and seconds in `each` record.
+
+    Attributes:
+        rank: the one waited for.
+        known: what else is known of it, in words that follow the evidence of its row.
+    """
 
     name: str
     seconds: float
     each: Sequence[float]
     axis: str = ""
     rank: int | None = None
+    known: str = ""
 
 
 def verdict_of(
@@ -139,13 +145,13 @@ def verdict_of(
     uneven = [cause for cause in causes if cause not in clear]
     largest = max(clear, key=lambda cause: cause.seconds, default=None)
     if largest is None:
-        largest = _rest(records, knows_causes)
+        largest = _rest(records, knows_causes, step_s, uneven)
     return Verdict(
         bound=largest.name,
         name=_title(largest),
         seconds=largest.seconds,
         step_s=step_s,
-        evidence=_evidence(largest, records, step_s, uneven) + _left_out(once, step_s),
+        evidence=BOUNDS[largest.name].evidence + largest.known + _left_out(once, step_s),
         edit=edit_for(largest.name, largest.axis, settings, admits),
         steps=sum(record["steps"] for record in records),
         axis=largest.axis,
@@ -173,10 +179,13 @@ def _on_the_host(records: Sequence[StepRecord]) -> list[_Cause]:
     return [_of(records, name, "phase_s", name) for name in ("input", *_BETWEEN)]
 
 
-def _rest(records: Sequence[StepRecord], knows_causes: bool) -> _Cause:
+def _rest(records: Sequence[StepRecord], knows_causes: bool, step_s: float, uneven: Sequence[_Cause]) -> _Cause:
+    """What is left where nothing else bounds the step. `uneven`: causes that are large in the mean, but vary too much
+    to be named.
+    """
     if knows_causes:
         seconds = mean_of(records, "cause_s", "compute") + mean_of(records, "cause_s", "update")
-        return _Cause("compute", seconds, [])
+        return _Cause("compute", seconds, [], known=f", and {_beside(uneven, step_s)}")
     rest = mean_of(records, "step_s") - sum(cause.seconds for cause in _on_the_host(records))
     return _Cause("host" if mean_of(records, "starved") >= STARVED else "device", rest, [])
 
@@ -193,22 +202,19 @@ def _exposed(record: StepRecord, key: str) -> float:
 def _late(records: Sequence[StepRecord]) -> _Cause:
     """The waits for late ranks: for the one rank that all others wait for, if there is one; else the mean of all."""
     tables = [_late_of_ranks(record) for record in records]
-    if not _compares_ranks(records):
-        return _of(records, "late_peer", "cause_s", "late_peer")
+    if min(map(len, tables)) < 2:  # where `attach` has written, rank 0 alone has measured
+        own = _of(records, "late_peer", "cause_s", "late_peer")
+        return own._replace(known=", and which rank is the last is not recorded")
     ranks = [mean_over_steps(records, column) for column in zip(*tables, strict=True)]
     last = ranks.index(min(ranks))
     others = median(ranks[:last] + ranks[last + 1 :])
     alike = sum(row[last] == min(row) for row in tables)
     if len(tables) > 1 and alike >= ONE_RANK * len(tables) and others - ranks[last] >= ONE_RANK * others:
         each = [median(row[:last] + row[last + 1 :]) - row[last] for row in tables]
-        return _Cause("late_rank", mean_over_steps(records, each), each, rank=last)
+        return _Cause("late_rank", mean_over_steps(records, each), each, rank=last, known=_why(records, last))
     each = [sum(row) / len(row) for row in tables]
-    return _Cause("late_peer", mean_over_steps(records, each), each)
-
-
-def _compares_ranks(records: Sequence[StepRecord]) -> bool:
-    """Whether all ranks have told how long they wait; where `attach` has written, rank 0 alone has measured."""
-    return min(len(_late_of_ranks(record)) for record in records) > 1
+    known = ", and no one rank is always the last"
+    return _Cause("late_peer", mean_over_steps(records, each), each, known=known)
 
 
 def _late_of_ranks(record: StepRecord) -> list[float]:
@@ -267,21 +273,6 @@ def _has_setting(cause: _Cause, settings: Mapping[str, Any] | None, admits: Admi
 def _title(cause: _Cause) -> str:
     along = f" along {cause.axis}" if BOUNDS[cause.name].kind == "exchange" and cause.axis else ""
     return BOUNDS[cause.name].title.format(rank=cause.rank) + along
-
-
-def _evidence(cause: _Cause, records: Sequence[StepRecord], step_s: float, uneven: Sequence[_Cause]) -> str:
-    """What was measured, in words. `uneven`: causes that are large in the mean, but vary too much to be named."""
-    words = BOUNDS[cause.name].evidence
-    if cause.name == "late_rank":
-        return words + _why(records, cause.rank or 0)
-    if cause.name == "late_peer":
-        last = (
-            "no one rank is always the last" if _compares_ranks(records) else "which rank is the last is not recorded"
-        )
-        return f"{words}, and {last}"
-    if cause.name == "compute":
-        return f"{words}, and {_beside(uneven, step_s)}"
-    return words
 
 
 def _beside(uneven: Sequence[_Cause], step_s: float) -> str:
