@@ -667,6 +667,90 @@ def test_gradients_that_leave_through_inputs_are_without_the_scale(plan: str, sc
             assert (gradient - expected).abs().max() <= 0.01 * expected.abs().max()
 
 
+@dataclass
+class Given:
+    x: Tensor
+
+
+class Opening(nn.Sequential):
+    def forward(self, given: Any) -> Tensor:
+        x = given["x"] if isinstance(given, dict) else given.x
+        return super().forward(x.half())
+
+
+@pytest.mark.parametrize("form", [Given, lambda x: Mapped(x=x), lambda x: Closed(x, x)], ids=["data", "map", "closed"])
+def test_gradients_that_leave_through_what_holds_an_input_are_without_the_scale(form: Any) -> None:
+    base = Opening(*of_vectors())
+
+    def body(rank: int) -> None:
+        model, _ = sharded(base, "zero2", precision=fp16(init=1024.0))
+        x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
+        if isinstance(given := form(x), Closed):
+            with pytest.raises(tz.Misuse, match=r"was given a Closed, and the gradient of its 'aux'.*dataclasses"):
+                model(given)
+            return
+        model(given).square().mean().backward()
+        plain = x.detach().clone().requires_grad_()
+        nn.Sequential(*base)(plain).square().mean().backward()
+        assert (x.grad - plain.grad).abs().max() <= 0.01 * plain.grad.abs().max()
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_hooks_on_parameters_see_and_make_gradients_without_the_scale(plan: str) -> None:
+    """Those from before tz.shard too, and those that change what they are given."""
+    base, x = of_vectors(), torch.linspace(-1, 1, 32).reshape(4, 8)
+    base(x).square().mean().backward()
+    wanted = [parameter.grad for parameter in base.parameters()]
+    base.zero_grad()
+
+    def body(rank: int) -> None:
+        model, seen = copy.deepcopy(base), dict[int, Tensor]()
+
+        def hook(number: int, grad: Tensor) -> Tensor | None:
+            seen[number] = grad.clone()
+            return grad * 2 if number == 0 else None
+
+        parameters = [*model.parameters()]
+        parameters[0].register_hook(partial(hook, 0))
+        model, _ = tz.shard(model, torch.optim.AdamW, plan, units=[nn.Linear], precision=fp16(init=1024.0))
+        parameters[1].register_hook(lambda grad: [grad.mul_(2)].clear())
+        parameters[2].register_hook(partial(hook, 2))
+        model(x).square().mean().backward()
+        for number, factor in enumerate([2, 2, 1, 1]):
+            assert float(parameters[number].grad.norm()) == pytest.approx(factor * float(wanted[number].norm()), 0.01)
+        for number, found in seen.items():
+            assert found.dtype == torch.float32
+            assert (found - wanted[number]).abs().max() <= 0.01 * wanted[number].abs().max()
+        assert seen.keys() == {0, 2}
+
+    on_ranks(2, body)
+
+
+def test_what_would_see_or_make_a_gradient_with_the_scale_is_refused() -> None:
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+    def body(rank: int) -> None:
+        hooked = of_vectors()
+        hooked[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        with pytest.raises(tz.BadInput, match=r"'0\.weight' has been given a hook by register_post.*register_hook"):
+            tz.shard(hooked, None, precision="fp16")
+        model, optimizer = sharded(of_vectors(), "zero0", precision="fp16")
+        with pytest.raises(tz.Misuse, match=r"'0\.weight' was given a hook by register_post_accumulate_grad_hook"):
+            model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        with pytest.raises(tz.Misuse, match=r"autograd\.grad .* '0\.weight', which has the loss scale"):
+            torch.autograd.grad(model(x).square().mean(), [model[0].weight])
+        for _ in range(2):
+            loss = model(x).square().mean() + 0.1 * sum(each.square().sum() for each in model.parameters())
+            with pytest.raises(tz.Misuse, match=r"computed with '.*' \(square\) outside .*loss scale.*weight_decay"):
+                loss.backward()
+            optimizer.zero_grad()
+        assert float(model[0].weight.detach().norm()) > 0
+
+    on_ranks(2, body)
+
+
 def test_two_models_in_a_row_have_the_gradients_of_one_each() -> None:
     """The second one's backward begins that of the first, whose outputs multiply once more."""
     first, second = of_vectors(), of_vectors()

@@ -80,7 +80,8 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     sharding.shared_parts_checks                whether a model was divided for a mesh
     consensus.joint_checks                      what ranks are told alike, or refuse as one
     consensus.equal_values                      tensors that all ranks have alike before a model is cut
-    buckets.parameters.note                     whose hooks are on a weight, and what replaces one
+    buckets.parameters.gradient_hooks           whose hooks are on a weight, and what replaces one
+    buckets.parameters.note                     what the engine has noted on a weight
     buckets.parameters.outside_forward          what a loss may not compute with by itself
 
 `python -m tools.lint` checks both.

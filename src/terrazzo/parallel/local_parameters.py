@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine import Record, record_of
-from terrazzo.engine.buckets.parameters.note import has_hooks, note_of, successor
+from terrazzo.engine.buckets.parameters.gradient_hooks import has_hooks, successor
+from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["check_replaceable", "replaced_by_part", "watch_states"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -9,7 +10,12 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameters.note import register_accumulate_hook
+from terrazzo.engine.buckets.parameters.gradient_hooks import (
+    give_unscaled,
+    is_accumulated,
+    register_accumulate_hook,
+    register_gradient_hook,
+)
 from terrazzo.engine.buckets.parameters.outside_forward import OutsideForward
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.agreement import Agreement
@@ -63,8 +69,10 @@ class BackwardHooks:
         agreement: Agreement,
     ) -> None:
         self.units, self.schedule, self._progress = units, schedule, progress
+        self._scales = sharding.precision.loss_scaling is not None
         members = (member for unit in units for bucket in unit.trainable() for member in bucket.members)
-        self.outside = OutsideForward([each.parameter for each in members if each.in_parts], _IN_PARTS)
+        whys = ((each.parameter, _IN_PARTS if each.in_parts else _UNSCALED) for each in members)
+        self.outside = OutsideForward((each, why) for each, why in whys if self._scales or why is _IN_PARTS)
         self.agreement, self._exchanges = agreement, exchanges
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self.listener = GradientListener()
@@ -76,10 +84,16 @@ class BackwardHooks:
         for unit in self.units:
             for number, bucket in enumerate(unit.buckets):
                 for index, member in enumerate(bucket.members if bucket.spec.trainable else ()):
-                    method = BackwardHooks.accumulate_gradient
-                    hook = weakly(self, method, unit.index, number, index, trains=repr(member.name))
-                    register_accumulate_hook(member.parameter, hook)
+                    hook = functools.partial(weakly, self, trains=repr(member.name))
+                    place = unit.index, number, index
+                    register_accumulate_hook(member.parameter, hook(BackwardHooks.accumulate_gradient, *place))
+                    if self._scales:
+                        register_gradient_hook(member.parameter, hook(BackwardHooks.refuse_taken, *place))
+                        give_unscaled(member.parameter, hook(BackwardHooks._loss_scale))
         self.outside.close()
+
+    def _loss_scale(self) -> float:
+        return self._progress.denominator.loss_scale.scale
 
     # -- it begins ---------------------------------------------------------------------------------------------
 
@@ -160,6 +174,19 @@ class BackwardHooks:
         bucket.gradient.accumulate(index, bucket.members[index].parameter, backward.fate)
         backward.gradient_came(unit)
 
+    def refuse_taken(self, unit_index: int, number: int, index: int, grad: Tensor) -> None:
+        """A gradient that has the loss scale comes to a parameter. Arguments as of `accumulate_gradient`.
+
+        Raises:
+            Misuse: where it is not accumulated, but what `torch.autograd.grad` returns.
+        """
+        member = self.units[unit_index].buckets[number].members[index]
+        if not is_accumulated(member.parameter):
+            raise Misuse(
+                f"torch.autograd.grad was asked for the gradient of {member.name!r}, which has the loss scale of fp16. "
+                "Call backward() and measure its .grad, which has not, or train in bf16."
+            )
+
     def _refuse(self, unit: Unit, bucket: Bucket, index: int) -> NoReturn:
         """Refuse a gradient that the engine cannot take."""
         if not bucket.full.present:
@@ -196,6 +223,11 @@ class BackwardHooks:
         self._phases.begin("other")
 
 
+_UNSCALED = (
+    "The outputs of that alone get the loss scale of fp16, so that the gradient of such a term would be too small by "
+    "it. Compute it inside of the model's forward and return it, or train in bf16; as a penalty on weights the "
+    "optimizer's weight_decay is exact. Norms that are only shown are let be."
+)
 _IN_PARTS = (
     "Ranks have a part each of it, or of its gradient (tp, ep), so that such a term would be of a part, or count once "
     "for each of them. Compute what is trained inside of the model's forward; as a penalty on weights the optimizer's "

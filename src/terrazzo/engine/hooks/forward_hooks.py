@@ -111,7 +111,7 @@ class ForwardHooks:
         if self._units[0].is_root:
             self.before_unit(0)
         if self._loss_scale.scales and (begins or again) and torch.is_grad_enabled():
-            args, kwargs = tree_map_only(Tensor, self._unscaled, (args, kwargs))
+            args, kwargs = self._loss_scale.of_inputs((args, kwargs))
         return (self._cast(args), self._cast(kwargs)) if self._compute in _HALF else (args, kwargs)
 
     def _is_in_pass(self, model: nn.Module) -> bool:
@@ -175,11 +175,6 @@ class ForwardHooks:
             if self._schedule.forward is not None:
                 self._progress.forward_raised(torch.is_grad_enabled())
                 self._schedule.abandon_forward()
-
-    def _unscaled(self, tensor: Tensor) -> Tensor:
-        """An input, whose gradient leaves the model without the loss scale."""
-        leaves = tensor.requires_grad and tensor.is_floating_point()
-        return self._loss_scale.of_input(tensor) if leaves else tensor
 
     def _cast(self, inputs: Any) -> Any:
         def cast(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.autograd.asides import map_asides
-from terrazzo.engine.autograd.outputs import map_tensors
+from terrazzo.engine.autograd.outputs import PLAIN, leaves_of, map_tensors
 from terrazzo.engine.plan.precision import LossScaling
 from terrazzo.errors import BadInput, Diverged, Misuse
 from terrazzo.given_numbers import is_number, is_power_of_two
@@ -50,9 +50,13 @@ class LossScale:
             Misuse: where its gradients would lack the scale.
         """
 
-    def of_input(self, tensor: Tensor) -> Tensor:
-        """What the model gets of an input that is differentiated, whose gradient is that of an unscaled run."""
-        return tensor
+    def of_inputs(self, inputs: Any) -> Any:
+        """What the model gets of its inputs: gradients of those that are differentiated leave it unscaled.
+
+        Raises:
+            Misuse: for an object that cannot be opened and has a tensor that is differentiated.
+        """
+        return inputs
 
     def of_output(self, output: Any) -> Any:
         """What the user gets of what the model's forward has returned, or of what is run again in backward.
@@ -189,9 +193,14 @@ class DynamicLossScale(LossScale):
             "tz.register_forward_method, call it under torch.no_grad(), or train in bf16."
         )
 
-    def of_input(self, tensor: Tensor) -> Tensor:
-        unscaled: Tensor = _UnscaleBackward.apply(tensor, self)  # type: ignore[no-untyped-call]
-        return unscaled
+    def of_inputs(self, inputs: Any) -> Any:
+        def unscaled(tensor: Tensor) -> Tensor:
+            return _UnscaleBackward.apply(tensor, self) if _leaves_model(tensor) else tensor  # type: ignore[no-untyped-call]
+
+        leaves = leaves_of(inputs)
+        for leaf in leaves:
+            _check_input(leaf)
+        return map_tensors(unscaled, inputs) if any(map(_leaves_model, leaves)) else inputs
 
     def of_output(self, output: Any) -> Any:
         """`output` with its tensors in fp32, whose gradients are multiplied by the scale on their way in."""
@@ -199,7 +208,7 @@ class DynamicLossScale(LossScale):
         def scaled(tensor: Tensor) -> Tensor:
             return self._scaled(tensor) if tensor.is_floating_point() else tensor
 
-        return map_tensors(scaled, output, _check_closed)
+        return map_tensors(scaled, output, _check_output)
 
     def end_forward(self, model: nn.Module) -> None:
         """Scale what modules have put aside in attributes, or in lists and dicts there, as an output is."""
@@ -234,19 +243,39 @@ class DynamicLossScale(LossScale):
         return scaled
 
 
-def _check_closed(leaf: Any) -> None:
+def _leaves_model(leaf: Any) -> bool:
+    """Whether an input is a tensor whose gradient leaves the model."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point()
+
+
+def _check_input(leaf: Any) -> None:
+    if (name := _differentiated_in(leaf)) is not None:
+        raise Misuse(
+            f"The model was given a {type(leaf).__name__}, and the gradient of its {name!r} would have the loss scale "
+            "of fp16. Give tensors whose gradients are wanted in tuples, lists, dicts or dataclasses."
+        )
+
+
+def _check_output(leaf: Any) -> None:
+    if (name := _differentiated_in(leaf)) is not None:
+        raise Misuse(
+            f"The model returned a {type(leaf).__name__}, and the loss scale of fp16 is missing from gradients of its "
+            f"{name!r}. Return every tensor that a loss is computed from out of the model's forward, in tuples, lists, "
+            "dicts or dataclasses."
+        )
+
+
+def _differentiated_in(leaf: Any) -> Any:
+    """Name of a tensor that needs gradients in an object which cannot be opened; None without one."""
+    if isinstance(leaf, PLAIN):
+        return None
     slots = [vars(kind).get("__slots__", ()) for kind in type(leaf).__mro__]
     names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
     entries = {name: getattr(leaf, name, None) for name in names} | getattr(leaf, "__dict__", {})
     if isinstance(leaf, Mapping | list | tuple | Set):
         entries |= leaf if isinstance(leaf, Mapping) else dict(enumerate(leaf))
-    for name, value in entries.items():
-        if isinstance(value, Tensor) and value.requires_grad:
-            raise Misuse(
-                f"The model returned a {type(leaf).__name__}, and the loss scale of fp16 is missing from gradients of "
-                f"its {name!r}. Return every tensor that a loss is computed from out of the model's forward, in "
-                "tuples, lists, dicts or dataclasses."
-            )
+    named = (name for name, value in entries.items() if isinstance(value, Tensor) and value.requires_grad)
+    return next(named, None)
 
 
 def _unscaled(tensor: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ from terrazzo.engine.sharding.packed_checks import check_packed
 from terrazzo.engine.sharding.replica_checks import check_diloco, check_fragments
 from terrazzo.engine.sharding.settings_checks import (
     check_graphs,
+    check_hooks,
     check_offload,
     check_precision,
     check_several,
@@ -180,6 +181,7 @@ def _read_arguments(
         _note_ties(model, spec.members)
     specs = [spec for spec in drawn if spec.members]
     check_initializable(model)
+    check_hooks((member for spec in specs for member in spec.members), precision)
     built = _build_optimizers(model, optimizer, specs, axes.device)
     return _ShardArguments(plan, precision, specs, drawn, why_units, built, bool(offloading_of(model)))
 

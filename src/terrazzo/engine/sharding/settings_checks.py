@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.parameters.gradient_hooks import ACCUMULATED_HAS_SCALE, has_accumulate_hooks
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.backends import backend_of
 from terrazzo.engine.mesh.axes import Axes
@@ -15,6 +16,7 @@ from terrazzo.engine.mesh.family import seeing_other_data
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import PAGE_BYTES
+from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
@@ -24,6 +26,7 @@ from terrazzo.messages import warn
 
 __all__ = [
     "check_graphs",
+    "check_hooks",
     "check_offload",
     "check_precision",
     "check_several",
@@ -69,6 +72,17 @@ def check_graphs(units: Iterable[Unit], device: torch.device) -> None:
                 "Compile with mode=None or 'max-autotune-no-cudagraphs', or a plan that keeps weights whole: zero0, "
                 "zero1 or zero2 in fp32."
             )
+
+
+def check_hooks(members: Iterable[Member], precision: Precision) -> None:
+    """Refuse hooks that would find gradients multiplied by the loss scale.
+
+    Raises:
+        BadInput: there.
+    """
+    for member in members if precision.loss_scaling else ():
+        if has_accumulate_hooks(member.parameter):
+            raise BadInput(f"{member.name!r} has been given a hook by {ACCUMULATED_HAS_SCALE}")
 
 
 def check_several(count: int, buckets: Sequence[Bucket], precision: Precision, diloco: DiLoCo | None) -> None:

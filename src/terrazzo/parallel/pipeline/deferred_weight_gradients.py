@@ -15,13 +15,11 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from terrazzo.engine import Engine
-from terrazzo.engine.buckets.parameters.note import has_hooks
+from terrazzo.engine.buckets.parameters.gradient_hooks import has_hooks, is_accumulated
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.moves import GradientFate
-from terrazzo.engine.runtime.private_torch import will_run
 from terrazzo.nn.float8_linear import Float8Linear, product_of
 from terrazzo.nn.float8_products import Float8
 
@@ -122,7 +120,7 @@ class DeferredWeights:
 
         It is not where `torch.autograd.grad` runs, in a forward or a loss: that adds to no weight's gradient.
         """
-        if not _adds_to(weight):
+        if not is_accumulated(weight):
             return False
         gradient, place = self._places[id(weight)]
         gradient.begin(self._engine.schedule.fate)
@@ -138,14 +136,6 @@ class DeferredWeights:
                 product = grads.t() @ rows if float8 is None else float8.of_weight(rows, grads)
             product = product.to(gradient.spec.compute_dtype)
             gradient.add(place, product, self._engine.schedule.fate)
-
-
-def _adds_to(weight: Tensor) -> bool:
-    """Whether the backward that is under way adds to the gradient of a weight."""
-    try:
-        return will_run(get_gradient_edge(weight).node)
-    except RuntimeError:  # it is torch.autograd.grad, and returns this very gradient
-        return False
 
 
 class _Linear(torch.autograd.Function):

@@ -85,7 +85,7 @@ class ScheduleRunner:
         self.loss_fn, self.auxiliary = loss_fn, auxiliary
         self.micro_batches, self.trains = micro_batches, torch.is_grad_enabled()
         self.forms = [form_of(inputs, self.trains) for inputs, _ in micro_batches]
-        self._outside = OutsideForward(model.parameters(), _OF_ONE_STAGE)
+        self._outside = OutsideForward((each, _OF_ONE_STAGE) for each in model.parameters())
         self._forwards: dict[tuple[int, int], _ForwardState] = {}
         self._losses = torch.zeros((), device=self.engine.axes.device)
         self._deferred = DeferredWeights(self.engine) if self.trains and stages.schedule == "zero_bubble" else None

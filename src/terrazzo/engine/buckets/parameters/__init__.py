@@ -1,6 +1,7 @@
 """Parameters as users see them, and what users do to them.
 
-    note             what the engine has noted on a parameter, and which hooks on it are the engine's
+    note             what the engine has noted on a parameter
+    gradient_hooks   hooks that look at its gradients, users' own and the engine's
     placeholder      tensors that have a shape, a dtype and a device, and no values
     at_rest          what a parameter looks like while its values are elsewhere
     outside_forward  parameters that a loss may not compute with past the model's forward

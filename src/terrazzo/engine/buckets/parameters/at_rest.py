@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buckets.parameters.note import Note, note_of, register_before_own
+from terrazzo.engine.buckets.parameters.gradient_hooks import register_before_own, register_unscaled
+from terrazzo.engine.buckets.parameters.note import Note, note_of
 from terrazzo.engine.buckets.parameters.outside_forward import watched
 from terrazzo.engine.buckets.parameters.placeholder import Placeholder, Zeros
 from terrazzo.engine.runtime.callers import calling_module
@@ -131,5 +132,5 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         return repr(as_class(kind, self.detach(), self.requires_grad))
 
     own: dict[str, Any] = {"data": property(data, set_data), "__reduce_ex__": pickled, "__repr__": text}
-    own["register_post_accumulate_grad_hook"] = register_before_own
+    own |= {"register_hook": register_unscaled, "register_post_accumulate_grad_hook": register_before_own}
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})

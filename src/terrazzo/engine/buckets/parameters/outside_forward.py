@@ -1,9 +1,9 @@
 """Parameters that a loss may not compute with by itself, past the model's forward, as a penalty on weights does.
 
 Where ranks have parts of a parameter, or of its gradient, such a term would be that of a part on each rank, or count
-once for each of them: a number that is wrong, without an error. So outside of forwards and backwards these parameters
-are of a class that hears what is computed with them, and refuses gradients that come back from there. What has no
-backward, such as a norm that is printed, is let be.
+once for each of them; under fp16 its gradient would lack the loss scale: a number that is wrong, without an error. So
+outside of forwards and backwards these parameters are of a class that hears what is computed with them, and refuses
+gradients that come back from there. What has no backward, such as a norm that is printed, is let be.
 """
 
 from __future__ import annotations
@@ -31,24 +31,23 @@ class OutsideForward:
     Those whose values are not here then are refused by their own class, and by this as their values come.
 
     Args:
-        parameters: of a sharded model.
-        why: ends the error's message: what would be wrong, and what to do instead.
+        parameters: of a sharded model, each with what ends its error's message: what would be wrong, and what to do
+            instead.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], why: str) -> None:
-        self._watched = [(each, note) for each in parameters if (note := note_of(each)) is not None]
-        self._why = why
+    def __init__(self, parameters: Iterable[tuple[nn.Parameter, str]]) -> None:
+        self._watched = [(each, note, why) for each, why in parameters if (note := note_of(each)) is not None]
 
     def close(self) -> None:
-        for parameter, note in self._watched:
+        for parameter, note, why in self._watched:
             if note.refuses is None:
-                note.refuses = self._why
+                note.refuses = why
                 if not isinstance(parameter, Placeholder):  # else it becomes that as its values come
                     parameter.__class__ = watched(type(parameter))
 
     def open(self) -> None:
-        for parameter, note in self._watched:
-            if note.refuses is self._why:
+        for parameter, note, why in self._watched:
+            if note.refuses is why:
                 note.refuses = None
                 if isinstance(parameter, _Watched):
                     parameter.__class__ = parameter.inside

@@ -8,7 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buckets.parameters.note import Note, register_before_own
+from terrazzo.engine.buckets.parameters.gradient_hooks import register_before_own, register_unscaled
+from terrazzo.engine.buckets.parameters.note import Note
 from terrazzo.engine.runtime.overrides import HARMLESS, arguments, function_name
 from terrazzo.engine.runtime.private_torch import as_class, plainly
 from terrazzo.errors import Misuse
@@ -23,6 +24,7 @@ class Placeholder(nn.Parameter):
     """
 
     terrazzo_note: Note
+    register_hook = register_unscaled
     register_post_accumulate_grad_hook = register_before_own
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine.autograd.listeners import eager, inside_backward
-from terrazzo.engine.buckets.parameters.note import register_gradient_hook
+from terrazzo.engine.buckets.parameters.gradient_hooks import register_gradient_hook
 from terrazzo.engine.hooks.backward_hooks import GradientListener
 from terrazzo.engine.interception.gradients.grad_edits import refuse_set_before, refuse_unused, take_over_dropped
 from terrazzo.engine.interception.gradients.gradient_answers import GradientAnswers
