@@ -336,12 +336,20 @@ class Direct(nn.Module):
         self.up, self.down, self.way = nn.Linear(8, 12), nn.Linear(12, 8), way
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.linear(x, self.up.weight, self.up.bias) if self.way == "linear" else self.up(x)
+        sizes = {"shape": lambda: self.up.weight.shape[0], "size": lambda: self.up.weight.size(0)}
+        width = sizes.get(self.way, lambda: self.up.out_features)()
+        x = F.linear(x, self.up.weight, self.up.bias) if self.way == "linear" else self.up(x) / width
         return self.down(x) if self.way != "transposed" else x @ self.down.weight.T
 
 
 @pytest.mark.parametrize(
-    ("way", "match"), [("linear", "'up.weight' .linear.*Call 'up'"), ("transposed", "'down.weight' .T.")]
+    ("way", "match"),
+    [
+        ("linear", "'up.weight' .linear.*Call 'up'"),
+        ("transposed", "'down.weight' .T."),
+        ("shape", "asks the size of 'up.weight' .shape. .*configuration"),
+        ("size", "asks the size of 'up.weight' .size. "),
+    ],
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_a_forward_that_takes_a_part_for_the_whole_is_refused(way: str, match: str, training: bool) -> None:
@@ -436,7 +444,7 @@ class Regularized(Net):
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = super().forward(tokens)
-        return logits + self.layers[0].norm.weight.pow(2).sum()
+        return logits * (1 + self.layers[0].norm.weight.pow(2).sum())
 
 
 def test_a_norm_of_split_sequences_is_not_used_outside_of_them() -> None:

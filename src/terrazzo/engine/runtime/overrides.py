@@ -7,7 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["HARMLESS", "arguments", "arguments_text", "by_torch_names", "function_name", "is_question"]
+__all__ = [
+    "HARMLESS",
+    "arguments",
+    "arguments_text",
+    "asks_size",
+    "by_torch_names",
+    "function_name",
+    "is_question",
+]
 
 _T = Tensor
 _PROPERTIES = (
@@ -36,6 +44,16 @@ _MEMORY = frozenset([_T.data.__get__, _T.data.__set__, _T.data_ptr, _T.untyped_s
 def is_question(func: Any) -> bool:
     """Whether one of torch's functions asks about a tensor, or gives its memory, and computes nothing with it."""
     return func in HARMLESS or func in _MEMORY
+
+
+_SIZES = frozenset(
+    [*(getattr(_T, name).__get__ for name in ("shape", "nbytes")), _T.size, _T.numel, _T.nelement, _T.__len__]
+)
+
+
+def asks_size(func: Any) -> bool:
+    """Whether one of torch's functions asks how large a tensor is."""
+    return func in _SIZES
 
 
 def function_name(func: Callable[..., Any]) -> str:

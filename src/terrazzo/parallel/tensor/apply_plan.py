@@ -148,7 +148,7 @@ def _watches(cuts: TensorCuts) -> list[BuildWatch]:
     """What the first forwards of a model are watched for."""
     used_in_part = {name: list(cuts.model.get_submodule(name)._parameters) for name in cuts.rows}
     users = [name for name, _, _ in cuts.named(Logits)]
-    direct_use = DirectUse(_cut_attributes(cuts) | used_in_part, users, _summed_attributes(cuts))
+    direct_use = DirectUse(_cut_attributes(cuts), used_in_part, users, _summed_attributes(cuts))
     if cuts.ranks.is_simulated:
         return [direct_use]
     inputs = SameInputs(cuts.ranks, compares_states=not has_dropout(cuts.model))
