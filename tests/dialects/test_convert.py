@@ -18,7 +18,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, 
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.core.keys import BOOLEAN, NAME_LIST, TEXT, Type, choice, integer, matches, number
-from terrazzo.dialects.core.mesh import data_ranks, degrees, ranks_left
+from terrazzo.dialects.core.mesh import data_ranks, degrees, ranks_left, ranks_needed
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as OURS
 from terrazzo.dialects.registry import dialect
@@ -396,6 +396,8 @@ def test_a_hybrid_row_without_degrees_has_unknown_ones() -> None:
 def test_a_world_that_axes_do_not_divide_leaves_no_known_number_of_ranks() -> None:
     split = build("x", {"mesh.tp": Setting(4)})
     assert [ranks_left(split, world, ("tp", "cp")) for world in (None, 2, 6, 8)] == [None, None, None, 2]
+    assert "(--world)" in ranks_needed(split, None, ("tp", "cp"))
+    assert ranks_needed(split, 6, ("tp", "cp")) == "a number of ranks that divides by tp 4, not 6,"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from terrazzo.dialects.core.description import MODEL_AXES, Description
 from terrazzo.engine import PLANS, Plan
 from terrazzo.errors import BadInput
 
-__all__ = ["SAME_DATA_AXES", "TWO_AXES", "data_ranks", "degrees", "ranks_left", "row_fault"]
+__all__ = ["SAME_DATA_AXES", "TWO_AXES", "data_ranks", "degrees", "ranks_left", "ranks_needed", "row_fault"]
 
 TWO_AXES = tuple(name for name in PLANS if any("S" in place.axes for place in Plan.named(name).places().values()))
 """Rows that need replicas and shards."""
@@ -53,9 +53,26 @@ def ranks_left(description: Description, world: int | None, axes: Iterable[str])
 
     None where the number of ranks is not known, or the axes do not divide it.
     """
-    ranks: int | None = description.value("mesh.world") or world
-    taken = math.prod(description.value(f"mesh.{axis}") or 1 for axis in axes)
+    ranks, taken = _ranks(description, world), math.prod(_sizes(description, axes).values())
     return None if ranks is None or ranks % taken else ranks // taken
+
+
+def ranks_needed(description: Description, world: int | None, axes: Iterable[str]) -> str:
+    """What `ranks_left` lacks where it is None, for messages."""
+    if (ranks := _ranks(description, world)) is None:
+        return "the number of ranks (--world)"
+    sizes = {axis: size for axis, size in _sizes(description, axes).items() if size > 1}
+    product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return f"a number of ranks that divides by {product}, not {ranks},"
+
+
+def _ranks(description: Description, world: int | None) -> int | None:
+    ranks: int | None = description.value("mesh.world") or world
+    return ranks
+
+
+def _sizes(description: Description, axes: Iterable[str]) -> dict[str, int]:
+    return {axis: description.value(f"mesh.{axis}") or 1 for axis in axes}
 
 
 def row_fault(plan: Plan) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
+from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left, ranks_needed
 from terrazzo.dialects.formats.megatron.keys import ADAMS_SHARE, DECAYS, KEYS, OPTIMIZERS, OWNER_OF_BETAS, SCALES
 
 __all__ = ["write_training"]
@@ -37,7 +37,8 @@ def _batch(draft: Draft, context: ReadingContext) -> None:
     elif micro and count and count > 1 and ranks:
         draft.put("batch.accumulation", "global-batch-size", micro * count * ranks)
     elif count and count > 1:
-        need = "the micro-batch" if not micro else "the number of ranks (--world)"
+        missing = ranks_needed(draft.description, context.world, SAME_DATA_AXES)
+        need = missing if micro else "the micro-batch"
         draft.lossy("batch.accumulation", f"Megatron-LM counts the global batch, which needs {need} as well")
     else:
         draft.implied("batch.accumulation")

@@ -6,7 +6,7 @@ from terrazzo.config import CONFIG_KEYS
 from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, as_text
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
-from terrazzo.dialects.core.mesh import SAME_DATA_AXES, degrees, ranks_left
+from terrazzo.dialects.core.mesh import SAME_DATA_AXES, degrees, ranks_left, ranks_needed
 from terrazzo.dialects.formats.terrazzo.optimizer_arguments import OPTIMIZERS, arguments
 from terrazzo.dialects.formats.terrazzo.terrazzo_draft import TerrazzoDraft
 from terrazzo.dialects.formats.terrazzo.write_precision import write_precision
@@ -178,7 +178,8 @@ def _batch(draft: TerrazzoDraft, context: ReadingContext) -> None:
     elif micro and count and ranks:
         draft.put("batch.accumulation", "batch.global_batch", micro * count * ranks)
     elif count is not None:
-        need = "the micro-batch" if not micro else "the number of ranks (--world)"
+        missing = ranks_needed(draft.description, context.world, SAME_DATA_AXES)
+        need = missing if micro else "the micro-batch"
         why = f"Terrazzo counts the global batch, which needs {need} as well: set batch.global_batch"
         draft.lossy("batch.accumulation", why)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from terrazzo.dialects.core.description import LOADED, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.mesh import ranks_left
+from terrazzo.dialects.core.mesh import ranks_left, ranks_needed
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, write_offload
 from terrazzo.dialects.formats.torchtitan.keys import KEYS, LOCAL_BATCH, PIPELINED_BATCH
 from terrazzo.dialects.formats.torchtitan.write_plan import TAKEN_AXES, write_plan
@@ -138,20 +138,21 @@ def _batch(draft: Draft, context: ReadingContext) -> None:
     micro, count = draft.value("batch.micro_batch"), draft.value("batch.accumulation")
     ranks = ranks_left(draft.description, context.world, TAKEN_AXES)
     if _is_pipelined(draft):
-        _local_batch(draft, micro, count, ranks)
+        _local_batch(draft, context, micro, count)
     elif draft.value("batch.global_batch"):
         draft.put(("batch.global_batch", "batch.accumulation"), _GLOBAL_BATCH, draft.value("batch.global_batch"))
     elif micro and count and count > 1 and ranks:
         draft.put("batch.accumulation", _GLOBAL_BATCH, micro * count * ranks)
     elif count and count > 1:
-        need = "the micro-batch" if not micro else "the number of ranks (--world)"
+        need = ranks_needed(draft.description, context.world, TAKEN_AXES) if micro else "the micro-batch"
         draft.lossy("batch.accumulation", f"torchtitan counts the global batch, which needs {need} as well")
     else:
         draft.implied("batch.accumulation")
 
 
-def _local_batch(draft: Draft, micro: int | None, count: int | None, ranks: int | None) -> None:
+def _local_batch(draft: Draft, context: ReadingContext, micro: int | None, count: int | None) -> None:
     """All micro-batches of a step go through the stages at once."""
+    ranks = ranks_left(draft.description, context.world, TAKEN_AXES)
     total, paths = draft.value("batch.global_batch"), ("batch.accumulation", "batch.global_batch")
     if micro and count:
         draft.put(paths, LOCAL_BATCH, micro * count)
@@ -161,7 +162,8 @@ def _local_batch(draft: Draft, micro: int | None, count: int | None, ranks: int 
         parts = f"{ranks} data ranks" + (f" with micro-batches of {micro}" if micro else "")
         draft.lossy(paths, f"torchtitan fills every micro-batch, and {total} samples do not come out whole on {parts}")
     else:
-        need = "the number of ranks (--world)" if total else "the micro-batch and the number of them"
+        missing = ranks_needed(draft.description, context.world, TAKEN_AXES)
+        need = missing if total else "the micro-batch and the number of them"
         draft.lossy(paths, f"torchtitan counts what one data rank sends through the stages, which needs {need}")
 
 
