@@ -201,6 +201,16 @@ def test_what_is_damaged_or_a_trap_is_refused(tmp_path: Path, change: Callable[[
     assert RunsCode.ran == 0
 
 
+def test_weights_that_are_there_twice_are_read_once_with_a_note(tmp_path: Path) -> None:
+    model = language_model("gpt2")
+    trainer_folder(tmp_path, model)
+    other = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    torch.save(other, tmp_path / "pytorch_model.bin")
+    source = open_foreign(tmp_path, names_of(model))
+    assert "not read: pytorch_model.bin, as the weights are in .safetensors files" in source.all_notes
+    assert any(source.values(name, "weight").read(0, 1).item() for name in source.tensors)
+
+
 def test_a_scheduler_that_would_run_code_is_left_out(tmp_path: Path) -> None:
     save_file(Net().state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "trainer_state.json").write_text("{}")

@@ -58,6 +58,10 @@ def open_folder(path: Path, names: Sequence[str] = (), frozen: Collection[str] =
         add_extra(source, {key: value})
     step = source.extra.get("trainer_state", {}).get("global_step")
     source.step = step if type(step) is int and step > 0 else source.step
+    own = () if is_deepspeed(path) else _weights_in(path)[:1]
+    if further := [name for name in _weights_in(path) if name not in own]:
+        where = own[0] if own else "DeepSpeed's folder"
+        source.file_notes.append(f"not read: {', '.join(further)}, as the weights are in {where}")
     if left := sorted(file.name for file in path.iterdir() if _FOREIGN.search(file.name) and file.name not in _TAKEN):
         source.file_notes.append(f"not read: {', '.join(left)} (pickled settings, random states, or a further model's)")
     return source
@@ -76,19 +80,28 @@ class _Folder(StateDictSource):
             add_scaler(self, _first_of(path, [SCALER_FILE]))
 
     def _add_weights(self, path: Path, names: Sequence[str]) -> None:
-        if (folder := subfolder(path, FSDP_FOLDER)) is not None:
-            self.add_model(divide(read_dcp(folder), str(folder)).model, names)
-        elif (path / FSDP_FILE).exists():
-            self.add_model(divide(_mapping(path, FSDP_FILE), str(path / FSDP_FILE)).model, names)
-        elif any(path.glob("*.safetensors")):
-            add_safetensors(self, path, names)
-        elif (path / PICKLED_FILE).exists():
-            self.add_model(divide(_mapping(path, PICKLED_FILE), str(path / PICKLED_FILE)).model, names)
-        else:
+        found = _weights_in(path)
+        if not found:
             raise BadInput(
                 f"'{path}' holds no weights: there is neither a .safetensors file nor {FSDP_FOLDER}, {FSDP_FILE} or"
                 f" {PICKLED_FILE}. A file for each rank (use_dcp=False) is not read: save with torch's DCP."
             )
+        if found[0] == _SAFETENSORS:
+            add_safetensors(self, path, names)
+        elif (folder := subfolder(path, found[0])) is not None:
+            self.add_model(divide(read_dcp(folder), str(folder)).model, names)
+        else:
+            self.add_model(divide(_mapping(path, found[0]), str(path / found[0])).model, names)
+
+
+_SAFETENSORS = ".safetensors files"
+
+
+def _weights_in(path: Path) -> list[str]:
+    """What there is of weights in such a folder, by name. The first is read."""
+    there = {name: (path / name).exists() for name in (FSDP_FOLDER, FSDP_FILE, PICKLED_FILE)}
+    there[_SAFETENSORS] = any(path.glob("*.safetensors"))
+    return [name for name in (FSDP_FOLDER, FSDP_FILE, _SAFETENSORS, PICKLED_FILE) if there[name]]
 
 
 class TrainerFolder(_Folder):
