@@ -83,6 +83,15 @@ def test_every_choice_arrives_in_the_configuration(tmp_path: Path) -> None:
     assert config.launch.ranks is None  # two hosts: torchrun or Slurm starts the ranks
 
 
+def test_a_batch_that_does_not_divide_is_filled_up_as_in_a_run(tmp_path: Path) -> None:
+    config, _ = emitted(tmp_path, gpus=4, global_batch=6)
+    planned = build_setup(Request(TINY, 4, gpu="h100", sequence=64, global_batch=6))
+    run = setup_of(config, 4, planned.cluster)
+    assert config.batch.global_batch == 6
+    for each in (planned, run):
+        assert (each.micro_batches, each.empty_rows, each.global_batch, each.rows) == (2, 2, 6, 8)
+
+
 def test_on_one_host_the_ranks_are_started_too(tmp_path: Path) -> None:
     assert emitted(tmp_path, gpus=4)[0].launch.ranks == 4
 
@@ -255,7 +264,7 @@ def test_a_run_builds_the_decoder_that_was_planned(parts: dict[str, Any], source
     ("changes", "message"),
     [
         ({"norm_eps": 1e-6}, "its norm_eps is 1e-06, and there is no key"),
-        ({"sliding_window": 32, "layer_types": ["sliding_attention"] * 6 + ["full_attention"] * 2}, "not of one"),
+        ({"sliding_window": 32, "layer_types": ["sliding_attention"] * 6 + ["full_attention"] * 2}, "is no key"),
     ],
     ids=str,
 )

@@ -120,6 +120,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "kernel with a soft cap": (
         "terrazzo", {"model": "gemma2-2b", "attention": "flash"}, "terrazzo", {"model": "gemma2-2b"},
     ),
+    "empty rows": ("terrazzo", {"global_batch": 40}, "terrazzo", {"global_batch": 48}),
+    "batch that does not divide": ("deepspeed", {"global_batch": 8}, "deepspeed", {"global_batch": 16}),
     "stages without a micro-batch": (
         "terrazzo", {"pp": 4, "micro_batches": 3}, "terrazzo", {"pp": 4, "micro_batches": 4},
     ),

@@ -14,7 +14,7 @@ from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.planner.api import ask, plan
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.candidates import TRIED_SIZES, meshes
+from terrazzo.planner.choice.candidates import TRIED_SIZES, meshes, modes_and_sizes
 from terrazzo.planner.choice.fewest import floor_gpus, min_gpus
 from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.choice.search import search
@@ -245,7 +245,7 @@ def test_what_comes_nearest_is_nearest_of_all_that_was_refused(model: str, gpus:
 
 
 def test_where_memory_refuses_nothing_nothing_is_nearest() -> None:
-    assert search(request(gpus=16, global_batch=8)).nearest is None
+    assert search(request(gpus=16, global_batch=8, framework="megatron", strategy="zero1")).nearest is None
 
 
 def test_the_global_batch_is_kept() -> None:
@@ -255,10 +255,23 @@ def test_the_global_batch_is_kept() -> None:
     assert {answer.setup.micro_batch for answer in found.ranked} <= {1, 2, 4}
 
 
-def test_more_ranks_than_sequences_are_refused_with_the_arithmetic() -> None:
-    found = search(request(gpus=16, global_batch=8))
+def test_ranks_without_a_sequence_learn_nothing() -> None:
+    full, half = (search(request(gpus=16, global_batch=batch)).ranked[0] for batch in (16, 8))
+    assert (half.setup.global_batch, half.setup.empty_rows, half.setup.micro_batches) == (8, 8, 1)
+    assert full.time and half.time
+    assert half.time.tokens_per_s_per_gpu == full.time.tokens_per_s_per_gpu / 2
+    assert any("8 of 16 rows of a step are empty" in str(each) for each in half.findings)
+
+
+def test_other_frameworks_fill_up_no_rows() -> None:
+    found = search(request(gpus=16, global_batch=8, framework="megatron", strategy="zero1"))
     assert not found.ranked
-    assert all("more data ranks than the batch has sequences" in refusal.reason for refusal in found.refused)
+    assert all("does not divide by micro-batch 1 × 16 data ranks = 16" in refusal.reason for refusal in found.refused)
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(100, {1}), (96, {1, 2}), (120, {1, 2, 4}), (64, {1, 2, 4})])
+def test_no_micro_batch_is_tried_that_adds_empty_rows(batch: int, sizes: set[int]) -> None:
+    assert {size for size in modes_and_sizes(request(gpus=16, global_batch=batch)).sizes if size <= 4} == sizes
 
 
 def test_what_is_given_is_not_varied() -> None:

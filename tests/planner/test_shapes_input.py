@@ -207,3 +207,15 @@ def test_a_misspelt_field_is_not_passed_over(wrong: str, right: str) -> None:
     values = {key: value for key, value in LLAMA.items() if key != right} | {wrong: 8}
     with pytest.raises(BadInput, match=f"{wrong}.*Did you mean '{right}'"):
         model_shape(values)
+
+
+OWN = {"dim": 96, "layers": 4, "heads": 6, "kv_heads": 2, "max_sequence_length": 64, "ffn_dim": 160, "vocab_size": 512}
+
+
+@pytest.mark.parametrize(
+    "change", [{"n_experts": 8}, {"experts": {"count": 8, "top_k": 2}}, {"head_dim": 32}, {"mlp_bias": True}], ids=str
+)
+def test_the_built_in_decoder_has_no_other_keys(change: dict[str, Any]) -> None:
+    assert model_shape(OWN | {"dropout": 0.1, "router_balance": "loss", "experts": None}).layers == 4
+    with pytest.raises(BadInput, match=f"'{next(iter(change))}' is no key"):
+        model_shape(OWN | change)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,43 @@ def test_the_built_in_decoders_experts_and_attention(parts: dict[str, Any]) -> N
     assert tensors_of(of_module) == tensors_of(of_run)
     assert of_module.matmul_numel == of_run.matmul_numel == config.matmul_numel
     assert of_module.experts == (16 if "experts" in parts else 0)
+
+
+@pytest.mark.parametrize("width", [96, 1200], ids=["small", "large"])
+def test_a_decoder_of_one_block_computes_it(width: int) -> None:
+    """Nothing repeats in it, so that there is one unit, which has the block; large layers are no blocks."""
+    config = replace(DECODER, layers=1, dim=width)
+    shape = model_shape(build_model(config, device="meta"))
+    section = {
+        "kind": "decoder",
+        "layers": 1,
+        "heads": 6,
+        "kv_heads": 2,
+        "dim": width,
+        "ffn_dim": 160,
+        "vocab_size": 500,
+    }
+    run = config_from_dict({"model": section, "batch": {"sequence_length": 64}, "launch": {"device": "cpu"}})
+    assert [unit.block for unit in shape.units] == [unit.block for unit in setup_of(run, 1).model.units]
+    assert shape.layers == 1
+    assert shape.computes
+    assert shape.matmul_numel == config.matmul_numel
+    assert tensors_of(shape) == tensors_of(model_shape(config.to_dict()))
+    two = model_shape(build_model(replace(config, layers=2), device="meta"))
+    assert shape.blocks[0].block == two.blocks[0].block
+
+
+def test_large_layers_where_nothing_repeats_are_no_blocks() -> None:
+    model = nn.Sequential()
+    model.first, model.second = nn.Linear(1024, 1024, device="meta"), nn.Linear(1024, 2048, device="meta")
+    model.config = SimpleNamespace(hidden_size=1024, num_attention_heads=8)
+    assert not model_shape(model).computes
+
+
+def test_a_model_of_ones_own_is_no_built_in_decoder_by_a_word_in_its_config() -> None:
+    model = nn.Linear(8, 8, device="meta")
+    model.config = SimpleNamespace(dim=8, n_layers=2, n_heads=2, vocab_size=8)  # type: ignore[assignment]
+    assert not model_shape(model).family
 
 
 def test_frozen_parameters_are_counted_as_such() -> None:

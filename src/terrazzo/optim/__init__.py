@@ -17,7 +17,7 @@ Lion, AdEMAMix   elementwise: the sign of a momentum, and AdamW with a second, s
 from terrazzo.optim.elementwise import AdEMAMix, Lion
 from terrazzo.optim.matrix_optimizer import MatrixOptimizer, is_matrix_group
 from terrazzo.optim.matrix_selection import HEADS, Division, divided, hidden_matrices
-from terrazzo.optim.moment_counts import moments_of
+from terrazzo.optim.moment_counts import further_moments, moments_of
 from terrazzo.optim.muon import Muon
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "MatrixOptimizer",
     "Muon",
     "divided",
+    "further_moments",
     "hidden_matrices",
     "is_matrix_group",
     "moments_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["moments_of"]
+__all__ = ["further_moments", "moments_of"]
 
 _MOMENTS = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"), 2),
@@ -24,4 +24,9 @@ def moments_of(name: str, options: Mapping[str, Any]) -> int | None:
     """The number, by the name of a class of torch.optim or tz.optim and its arguments; None for a class of others."""
     if name not in _MOMENTS or name == "Muon":
         return _MOMENTS.get(name)
-    return _MOMENTS[name] + sum(bool(options.get(each)) for each in _MORE)
+    return _MOMENTS[name] + further_moments(options)
+
+
+def further_moments(options: Mapping[str, Any]) -> int:
+    """What these arguments of an elementwise optimizer add to it."""
+    return sum(bool(options.get(each)) for each in _MORE)

@@ -199,7 +199,9 @@ class TimeFigures:
     """Seconds of one optimizer step. The terms add up to it: of communication only what nothing hides.
 
     Attributes:
-        mfu: model FLOPs utilisation of the dense peak of the matmul format, causal attention counted in full.
+        tokens_per_s_per_gpu: of sequences that are learnt.
+        mfu: model FLOPs utilisation of the dense peak of the matmul format, causal attention and empty rows counted in
+            full.
         hidden_s: communication behind computation.
         bound_by: the term that limits it: `compute`, `communication`, `memory bandwidth`, `kernel launches`,
             `pipeline bubble`, `offload`.

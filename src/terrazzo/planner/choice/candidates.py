@@ -147,7 +147,17 @@ def modes_and_sizes(request: Request) -> ModesAndSizes:
     modes = (request.checkpointing,) if request.checkpointing else TRIED_MODES
     if request.micro_batch:
         return ModesAndSizes(modes, (request.micro_batch,))
-    return ModesAndSizes(modes, TRIED_SIZES[:3] if model_parallel(request) else TRIED_SIZES)
+    sizes = TRIED_SIZES[:3] if model_parallel(request) else TRIED_SIZES
+    return ModesAndSizes(modes, tuple(size for size in sizes if _rows_of_a_rank(request) % size == 0))
+
+
+def _rows_of_a_rank(request: Request) -> int:
+    """Sequences that a data rank has of a global batch, some of them empty where it does not divide; 0 without one."""
+    if request.global_batch is None:
+        return 0
+    assert isinstance(request.gpus, int)
+    shared: int = math.prod(getattr(request, axis) or 1 for axis in ("tp", "pp", "cp"))
+    return -(-request.global_batch // max(request.gpus // shared, 1))
 
 
 def _most_model_ranks(request: Request, domain: int) -> int:

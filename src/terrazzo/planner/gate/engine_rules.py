@@ -149,6 +149,21 @@ ENGINE_RULES = (
         source="terrazzo.parallel.pipeline",
     ),
     Rule(
+        name="empty rows",
+        scope=("terrazzo",),
+        severity="warn",
+        applies=lambda setup: setup.empty_rows > 0,
+        reason=lambda it: (
+            f"{it.empty_rows} of {it.rows} rows of a step are empty, {it.empty_share} of its computing: a global batch "
+            f"of {it.global_batch} does not divide by {it.at_once}."
+        ),
+        alternative=lambda it: (
+            f"What is learnt is the same; a global batch of {it.full_batches}, or another micro-batch or number of "
+            "ranks, has no empty rows."
+        ),
+        source="terrazzo.train.settings.plan.micro_batches_per_rank",
+    ),
+    Rule(
         name="stages without a micro-batch",
         scope=("terrazzo",),
         severity="refuse",

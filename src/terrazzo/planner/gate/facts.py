@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from terrazzo.messages import counted
 from terrazzo.planner.layout.stages import units_on
 from terrazzo.planner.machine.devices import DRIVE_RATED_BYTES
 from terrazzo.planner.machine.mesh import group_of
@@ -43,6 +44,7 @@ class Facts:
         tp, pp, cp, ep: ranks along these axes; `stages`: of the pipeline, in which a rank may have several.
         shard_ranks: of a shard group; `neighbours` with those along tp between them.
         fast_domain: how many ranks fast links join.
+        rows: sequences of a step with `empty_rows`, which are `empty_share` of it; `at_once` says how many go together.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -58,6 +60,7 @@ class Facts:
         self.attention = setup.attention
         self.sequence, self.micro_batches = setup.sequence, setup.micro_batches
         self.tp, self.pp, self.cp, self.ep = mesh.tp, mesh.pp, mesh.cp, mesh.ep
+        self.global_batch, self.empty_rows, self.rows = setup.global_batch, setup.empty_rows, setup.rows
         self.stages = mesh.pp * setup.virtual_stages
         self.padded_vocab = -(-model.vocab // mesh.tp) * mesh.tp
         self.shard_ranks, self.neighbours = mesh.shard_ranks, mesh.shard_ranks * mesh.tp
@@ -67,6 +70,23 @@ class Facts:
     def zero_stage(self) -> int:
         """0 to 3."""
         return zero_stage(self._setup)
+
+    @property
+    def empty_share(self) -> str:
+        """In per cent."""
+        return f"{self.empty_rows / self.rows:.0%}"
+
+    @property
+    def at_once(self) -> str:
+        """The sequences that go through the model together, as a product."""
+        size, ranks = self._setup.micro_batch, self._setup.mesh.batch_ranks
+        return f"micro-batch {size} × {counted(ranks, 'data rank')} = {size * ranks}"
+
+    @property
+    def full_batches(self) -> str:
+        """The nearest global batches that have no empty rows."""
+        below = self.rows - self._setup.micro_batch * self._setup.mesh.batch_ranks
+        return " or ".join(str(size) for size in (below, self.rows) if size)
 
     @property
     def bubble(self) -> str:

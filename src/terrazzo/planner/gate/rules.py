@@ -234,6 +234,21 @@ RULES = (
         source="deepspeedai/DeepSpeed (warn_consumer_ssd_writes); every state on disk once in a step, arXiv 2104.07857",
     ),
     Rule(
+        name="batch that does not divide",
+        scope=OTHERS,
+        severity="refuse",
+        applies=lambda setup: setup.empty_rows > 0,
+        reason=lambda it: f"A global batch of {it.global_batch} does not divide by {it.at_once}.",
+        alternative=lambda it: (
+            f"Use a global batch of {it.full_batches}, or another micro-batch or number of GPUs; `terrazzo train` "
+            "leaves the last rows empty."
+        ),
+        source=(
+            "deepspeedai/DeepSpeed deepspeed/runtime/config.py (_batch_assertion); NVIDIA/Megatron-LM "
+            "megatron/core/num_microbatches_calculator.py; pytorch/torchtitan torchtitan/train.py"
+        ),
+    ),
+    Rule(
         name="fewer micro-batches than stages",
         scope=OTHERS,
         severity="warn",

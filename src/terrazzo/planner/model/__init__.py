@@ -4,6 +4,7 @@ All ways end in a `ModelShape`, and the rest of the planner is arithmetic on tha
 
     shapes          `TensorShape`, `BlockShape`, `UnitShape`, `ModelShape`
     rows            the words in which a family's tensors are declared
+    decoder_family  the built-in decoder in these words
     families        the families in these words, a table
     fields          a config's fields under a family's names, checked
     closed_form     config and family to shape: nothing is built

@@ -51,7 +51,8 @@ def shape_of_config(values: Mapping[str, Any], name: str) -> ModelShape:
         BadInput: a field that is missing, of the wrong type, or out of bounds; or a family without a closed form.
     """
     fields, sizes = _read(values, name)
-    tied, units = fields.flag("tied"), (_root(fields, sizes), *merged(_layers(fields, sizes)))
+    root, *layers = _units(fields, sizes)
+    tied, units = fields.flag("tied"), (root, *merged(layers))
     capped = fields.soft_cap("final_logit_softcapping")
     positions = sizes["positions"] or None
     return ModelShape(name, units, sizes["vocab"], tied, positions, family=family_name(values), capped=capped)
@@ -62,8 +63,7 @@ def units_of_config(values: Mapping[str, Any], name: str) -> list[UnitShape]:
 
     Raises as `shape_of_config`.
     """
-    read = _read(values, name)
-    return [_root(*read), *_layers(*read)]
+    return _units(*_read(values, name))
 
 
 def merged(units: Iterable[UnitShape]) -> list[UnitShape]:
@@ -75,6 +75,18 @@ def merged(units: Iterable[UnitShape]) -> list[UnitShape]:
             alike.setdefault((unit.block, unit.buffer_bytes), []).append(unit)
         groups += [replace(same[0], count=len(same)) for same in alike.values()]
     return groups
+
+
+def _units(fields: Fields, sizes: Sizes) -> list[UnitShape]:
+    """The root and each layer. A single one that the engine does not find, since nothing repeats, is in the root."""
+    root, *layers = _root(fields, sizes), *_layers(fields, sizes)
+    if len(layers) > 1 or fields.family.lists_blocks:
+        return [root, *layers]
+    (layer,) = layers
+    inner = tuple(replace(tensor, name=f"{layer.name}.{tensor.name}") for tensor in layer.tensors)
+    buffer_bytes, front = root.buffer_bytes + layer.buffer_bytes, sum(tensor.is_table for tensor in root.tensors)
+    tensors = (*root.tensors[:front], *inner, *root.tensors[front:])
+    return [UnitShape("", tensors, block=layer.block, buffer_bytes=buffer_bytes)]
 
 
 def _read(values: Mapping[str, Any], name: str) -> tuple[Fields, dict[str, int]]:

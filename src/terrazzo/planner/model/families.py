@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from terrazzo.planner.model.decoder_family import DECODER
 from terrazzo.planner.model.rows import (
     Architecture,
-    BufferRow,
     TensorRow,
     attention,
     embedding,
@@ -19,7 +19,6 @@ from terrazzo.planner.model.rows import (
     fused_attention,
     latent_attention,
     linear,
-    mixture,
     mlp,
     norms,
     positions,
@@ -270,31 +269,8 @@ _STABLELM = replace(
     assumes={"qk_layernorm": False, "use_parallel_residual": False},
 )
 
-_BUILT_IN = Architecture(
-    blocks="blocks",
-    root=embedding("embedding") + norms("norm"),
-    attention=attention(module="attention", names=("query", "key", "value", "output")),
-    mlp=swiglu(module="feed_forward", names=("gate", "up", "down")),
-    sparse=mixture("feed_forward"),
-    norms=norms("attention_norm", "feed_forward_norm"),
-    order=("attention_norm", "attention", "feed_forward_norm", "feed_forward"),
-    head="head",
-    torch_norm=True,
-    buffers=(BufferRow(("positions", "head_dim"), 4),),  # cosines and sines of half the channels
-    sparse_buffers=(BufferRow(("experts",), 4 + 8), BufferRow(("one",), 16)),  # bias, load and entropy of a router
-    keys={
-        "hidden": "dim",
-        **{name: name for name in ("layers", "heads", "kv_heads")},
-        "ffn": "ffn_dim",
-        "positions": "max_sequence_length",
-        "tied": "tie_embeddings",
-    },
-    defaults={"tied": True, "shared_experts": 0, "window": None, "stride": None, "prefix": False},
-)
-"""The decoder of `terrazzo.train.model`."""
-
 FAMILIES: Mapping[str, Architecture] = {
-    BUILT_IN: _BUILT_IN,
+    BUILT_IN: DECODER,
     "llama": _LLAMA,
     "mistral": _MISTRAL,
     "qwen2": _QWEN2,

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from terrazzo.errors import BadInput
-from terrazzo.messages import nearest, shortened
+from terrazzo.messages import did_you_mean, nearest, shortened
+from terrazzo.name_globs import matches_any
 from terrazzo.planner.model.rows import Architecture
 
 __all__ = ["USUAL_KEYS", "Fields", "rotary_share"]
@@ -78,8 +79,9 @@ class Fields:
     def check_spelling(self) -> None:
         """Raises: `BadInput` where a key that decides a shape is missing and one that is none of them is nearly it.
 
-        Other keys are ignored: configs are full of them.
+        Other keys are ignored, of which configs are full, but of a family that says what may be there.
         """
+        self._check_unknown()
         known = {key for keys in USUAL_KEYS.values() for key in keys} | set(self.family.keys.values())
         missing = {key for field in USUAL_KEYS if (key := self.key(field))} - set(self.values)
         for key in {key for key in self.values if not key.startswith("_")} - known:
@@ -87,6 +89,18 @@ class Fields:
                 raise BadInput(
                     f"{self.name}: {_short(key)} is no field of this family, and {near} is not given. Did you mean "
                     f"{near!r}? Rename it, or remove it."
+                )
+
+    def _check_unknown(self) -> None:
+        if self.family.further is None:
+            return
+        sizes = dict.fromkeys(("vocab", "experts", "active", "expert_ffn", *self.family.keys, *self.family.defaults))
+        known = [key for field in sizes for key in dict.fromkeys((self.key(field), self.family.keys.get(field))) if key]
+        for key, value in self.values.items():
+            if value is not None and key not in known and not matches_any(str(key), self.family.further):
+                raise BadInput(
+                    f"{self.name}: {_short(key)} is no key of such a config.{did_you_mean(str(key), known)} Keys are "
+                    f"{', '.join((*known, *self.family.further))}."
                 )
 
     def integer(self, field: str) -> int | None:

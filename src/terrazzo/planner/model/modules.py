@@ -58,14 +58,17 @@ def shape_of_module(model: nn.Module, name: str | None = None) -> ModelShape:
     Raises:
         BadInput: the model has no parameters.
     """
-    specs = partition(model, find_units(model, None)[0])
+    declared = _known_units(getattr(model, "config", None))
+    in_one = bool(declared) and declared[0].block is not None  # the only block, which is in the root
+    specs = partition(model, [] if in_one else find_units(model, None)[0])
     if not specs:
         raise BadInput(f"The model {type(model).__name__} has no parameters, so there is nothing to plan.")
-    guide = _Guide(model, specs)
+    guide = _Guide(model, specs, declared)
     root = [spec for spec in specs if not spec.name]
     blocks = [spec for spec in specs if spec.name]
     tensors = tuple(guide.tensor(member, "", guide.declared_root) for spec in root for member in spec.members)
-    units = (UnitShape("", tensors, buffer_bytes=guide.buffer_bytes.get("", 0)), *merged(guide.layers(blocks)))
+    first = UnitShape("", tensors, block=guide.block_in_root, buffer_bytes=guide.buffer_bytes.get("", 0))
+    units = (first, *merged(guide.layers(blocks)))
     return ModelShape(
         name or type(model).__name__, units, guide.vocab, guide.tied, guide.positions, family=guide.family
     )
@@ -74,12 +77,12 @@ def shape_of_module(model: nn.Module, name: str | None = None) -> ModelShape:
 class _Guide:
     """What a model's config and modules say of its tensors' roles."""
 
-    def __init__(self, model: nn.Module, specs: Sequence[UnitSpec]) -> None:
+    def __init__(self, model: nn.Module, specs: Sequence[UnitSpec], declared: Sequence[UnitShape]) -> None:
         members = [member for spec in specs for member in spec.members]
         config = getattr(model, "config", None)
-        root, *self.known = _known_units(config) or [UnitShape("", ())]
-        self.declared_root = {tensor.name: tensor for tensor in root.tensors}
-        self.family = _family_of(config)
+        root, *self.known = declared or [UnitShape("", ())]
+        self.declared_root, self.block_in_root = {tensor.name: tensor for tensor in root.tensors}, root.block
+        self.family = _family_of(config, bool(declared))
         self.config = getattr(config, "text_config", None) or config
         self.vocab = _attribute(self.config, "vocab") or _largest_embedding(members)
         self.positions = _attribute(self.config, "positions") or None
@@ -149,7 +152,8 @@ class _Guide:
         config = self.config
         hidden, heads = _attribute(config, "hidden"), _attribute(config, "heads")
         wide = any(hidden in tensor.shape for tensor in tensors if tensor.role in ("matrix", "expert"))
-        if not hidden or not heads or not wide:
+        is_block = next(module.children(), None) is not None  # and no large layer, which is a unit where none repeats
+        if not hidden or not heads or not wide or not is_block:
             return None
         norms = [type(part).__name__ for part in module.modules() if "Norm" in type(part).__name__]
         kv_heads = _attribute(config, "kv_heads") or heads
@@ -206,9 +210,10 @@ def values_of(config: Any) -> dict[str, Any]:
     return values
 
 
-def _family_of(config: Any) -> str:
+def _family_of(config: Any, declared: bool) -> str:
+    """The family that a config names, or is read as."""
     values = values_of(config)
-    return family_name(values) if "model_type" in values or closed_form(values) is not None else ""
+    return family_name(values) if declared or "model_type" in values else ""
 
 
 def _known_units(config: Any) -> list[UnitShape]:

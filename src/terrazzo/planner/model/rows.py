@@ -64,6 +64,7 @@ class Architecture:
         blocks: name of the module list that holds the blocks.
         root: what stands before and after the blocks; the head is added where it is not tied.
         attention, mlp, norms: tensors of a block. `sparse` takes the place of `mlp` in a layer with routed experts.
+        lists_blocks: it names the class of its blocks, as models of transformers do: a single one is a unit too.
         order: a block's modules as they are registered, where that is not the order above.
         head: the module name of the output head.
         keys: the config's key for a size, where it is not the usual one of `fields.USUAL_KEYS`; empty: it has none.
@@ -75,6 +76,7 @@ class Architecture:
         windowed: every n-th layer sees the whole sequence and the others a window; 0: all see a window.
         position_offset: rows of a table of positions that come before the first one.
         buffers: buffers around the blocks; `sparse_buffers` are those of a layer with routed experts.
+        further: globs of what a config says beside sizes, where it may say no more; None: whatever it likes.
         assumes: keys whose other values add or drop tensors which these rows do not describe.
         assumes_width: keys likewise, whose value has to be the width of the residual stream.
     """
@@ -85,6 +87,7 @@ class Architecture:
     mlp: Rows
     norms: Rows
     sparse: Rows = ()
+    lists_blocks: bool = True
     order: tuple[str, ...] = ()
     head: str = "lm_head"
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -100,6 +103,7 @@ class Architecture:
     position_offset: int = 0
     buffers: tuple[BufferRow, ...] = ()
     sparse_buffers: tuple[BufferRow, ...] = ()
+    further: tuple[str, ...] | None = None
     assumes: Mapping[str, object] = field(default_factory=dict)
     assumes_width: tuple[str, ...] = ()
 

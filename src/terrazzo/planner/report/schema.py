@@ -92,6 +92,7 @@ class SetupReport(_Model):
     micro_batch: int = Field(description="sequences of one forward pass of one data rank")
     micro_batches: int = Field(description="forward passes of one data rank in an optimizer step")
     global_batch: int = Field(description="sequences of an optimizer step")
+    empty_rows: int = Field(0, description="rows of its micro-batches, over all ranks, that have no sequence")
     precision: str = Field(description="as in `--precision`, with keys where it has them: `bf16,moments=int8`")
     optimizer: str = Field(description="as in `--optimizer`")
     activation_checkpointing: str = Field(description="none, selective, selective_half, full, or `full, 1 in 2`")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from terrazzo.files import GIB
+from terrazzo.messages import counted
 from terrazzo.planner.figures import MemoryFigures, Room
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.overheads import MOVING_UPPER, RESTING_UPPER
@@ -147,6 +148,7 @@ def setup_text(setup: Setup) -> str:
     """All that was chosen, in two lines."""
     device, count = setup.cluster.device, setup.cluster.count
     batch = f"{setup.micro_batch} × {setup.micro_batches} sequences of {setup.sequence:,} tokens on each data rank"
+    empty = f" and {counted(setup.empty_rows, 'empty row')}" if setup.empty_rows else ""
     options = [precision_name(setup), setup.optimizer.name, f"checkpointing {checkpointing_text(setup)}"]
     options += ["compiled"] if setup.compile else []
     options += ["an average of the weights (tz.EMA)"] if setup.ema else []
@@ -158,7 +160,7 @@ def setup_text(setup: Setup) -> str:
     return (
         f"{setup.model.name}, {parameters_text(setup.model)}, {count} × {device.name}, "
         f"{setup.plan.name} on {axes_text(setup)}\n"
-        f"{batch}, {setup.global_batch:,} in a step; {', '.join(options)}"
+        f"{batch}, {setup.global_batch:,} in a step{empty}; {', '.join(options)}"
     )
 
 

@@ -18,7 +18,7 @@ The micro-batches of a step, of `Request("llama3-8b", 8, global_batch=32)`:
     Request           `global_batch` is a whole number above 0                                 request, arguments
     build_setup       all defaults are filled in                                               build_setup
       _mesh           8 devices are left to data parallelism                                   build_setup
-      _micro_batches  32 / (1 sequence x 8 data ranks) = 4, or `BadInput` with the division    build_setup
+      _micro_batches  32 / (1 sequence x 8 data ranks) = 4; 36 make 5, with 4 `empty_rows`     build_setup
     Setup             `micro_batches=4`, which memory, traffic and timing read                 setup
     check             begins every estimate: a whole number, which suits the pipeline          checks
 """

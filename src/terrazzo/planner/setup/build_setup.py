@@ -66,6 +66,8 @@ def build_setup(request: Request) -> Setup:
     spec = optimizer(request.optimizer or OPTIMIZER)
     precision = choice_names.precision(precision_of(request, cluster.device), spec, request.qlora)
     _check_accumulation(request, plan, mesh)
+    micro_batches = _micro_batches(request, mesh, micro_batch)
+    rows = micro_batch * micro_batches * mesh.batch_ranks
     return Setup(
         model=model,
         cluster=cluster,
@@ -73,7 +75,8 @@ def build_setup(request: Request) -> Setup:
         mesh=mesh,
         sequence=_sequence(request, model),
         micro_batch=micro_batch,
-        micro_batches=_micro_batches(request, mesh, micro_batch),
+        micro_batches=micro_batches,
+        empty_rows=0 if request.global_batch is None else rows - request.global_batch,
         precision=precision.states,
         matmul=precision.matmul,
         recipe=precision.recipe,
@@ -276,23 +279,4 @@ def _micro_batches(request: Request, mesh: Mesh, micro_batch: int) -> int:
     if request.global_batch is None:
         default = MICRO_BATCHES_PER_STAGE * mesh.pp if mesh.pp > 1 else 1
         return request.micro_batches or default
-    at_once = micro_batch * mesh.batch_ranks
-    if request.global_batch % at_once:
-        raise BadInput(_batch_arithmetic(request.global_batch, micro_batch, mesh.batch_ranks))
-    return request.global_batch // at_once
-
-
-def _batch_arithmetic(global_batch: int, micro_batch: int, data_ranks: int) -> str:
-    at_once = micro_batch * data_ranks
-    if data_ranks > global_batch:
-        return (
-            f"There are more data ranks than the batch has sequences: {data_ranks} data ranks, but a global batch of "
-            f"{global_batch}. Use a global batch of {at_once} or more, fewer GPUs, or more tp, pp or cp."
-        )
-    below = global_batch // at_once * at_once
-    options = " or ".join(str(size) for size in (below, below + at_once) if size)
-    return (
-        f"A global batch of {global_batch} does not divide: micro-batch {micro_batch} × {data_ranks} data ranks = "
-        f"{at_once} sequences at once, and {global_batch} / {at_once} = {global_batch / at_once:.4g} micro-batches. "
-        f"Use a global batch of {options}, or another micro-batch or number of GPUs."
-    )
+    return -(-request.global_batch // (micro_batch * mesh.batch_ranks))  # as `terrazzo train`, which fills up the last

@@ -42,7 +42,8 @@ class Setup:
 
     Attributes:
         sequence: tokens per sequence. `micro_batch`: sequences per forward pass of one data rank.
-        micro_batches: forward passes per optimizer step and data rank.
+        micro_batches: forward passes per optimizer step and data rank. `empty_rows`: sequences of all of them that only
+            fill up the last ones, and have nothing to learn.
         precision: dtypes of the states; `matmul` is the format that matrix products run in (`bf16`, `fp8`, ...).
         recipe: what shares a scale in fp8: a matrix (`tensorwise`), a row of one (`rowwise`), or 32 elements (`mx`).
         checkpointing: of activations: `full` keeps a block's input alone; `selective` also the results of its matrix
@@ -81,6 +82,7 @@ class Setup:
     sequence: int = 0
     micro_batch: int = 1
     micro_batches: int = 1
+    empty_rows: int = 0
     precision: Precision = field(default_factory=Precision)
     matmul: str = "fp32"
     recipe: Fp8Recipe = "tensorwise"
@@ -200,5 +202,10 @@ class Setup:
 
     @property
     def global_batch(self) -> int:
-        """Sequences of one optimizer step."""
+        """Sequences of one optimizer step that are learnt."""
+        return self.rows - self.empty_rows
+
+    @property
+    def rows(self) -> int:
+        """Sequences that go through the model in one optimizer step, over all ranks, with those that are empty."""
         return self.micro_batch * self.micro_batches * self.mesh.batch_ranks

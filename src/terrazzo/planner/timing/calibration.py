@@ -78,7 +78,7 @@ class MeasuredRun(BaseModel):
     choices: dict[str, str]
 
 
-OF_ANY_RUN = ("model", "adapters", "freeze", "cluster", "sequence", "micro_batch", "micro_batches")
+OF_ANY_RUN = ("model", "adapters", "freeze", "cluster", "sequence", "micro_batch", "micro_batches", "empty_rows")
 """Fields of a setup by which a measurement is scaled or found. A model, and what of it is trained, its sizes tell."""
 
 

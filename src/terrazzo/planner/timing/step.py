@@ -105,14 +105,14 @@ _LINKS = {
 def _time(setup: Setup, terms: list[Term], hidden_s: float, record: Calibration | None) -> TimeFigures:
     calibrated = record is not None and record.measured(setup)
     step_s = sum(term.value for term in terms)
-    tokens = setup.tokens * setup.micro_batches * setup.mesh.batch_ranks / setup.mesh.world_size
+    tokens, rows = (each * setup.sequence / setup.mesh.world_size for each in (setup.global_batch, setup.rows))
     flops = flops_per_token(setup.model, setup.sequence)
     peak = setup.cluster.device.peak_flops.get(setup.matmul)
     price, rate = setup.cluster.price_per_hour, tokens / step_s
     return TimeFigures(
         terms=tuple(terms),
         tokens_per_s_per_gpu=rate,
-        mfu=flops * rate / peak if peak else None,
+        mfu=flops * rows / step_s / peak if peak else None,
         bound_by=_bound_by(terms),
         hidden_s=hidden_s,
         flops_per_token=flops,

@@ -13,16 +13,16 @@ from torch import nn
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.launch.machine import ranks_here, resolve_device
+from terrazzo.optim import further_moments
 from terrazzo.planner import Cluster, Device, Framework, Mesh, ModelShape, Setup, model_shape
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.closed_form import merged
-from terrazzo.planner.model.shapes import BlockShape, UnitShape
+from terrazzo.planner.model.shapes import BlockShape
 from terrazzo.planner.setup.kernels import attention_of
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerSpec
 from terrazzo.planner.setup.setup import Loss, UpdateKernel
 from terrazzo.planner.timing.compute import flops_per_token, repeated_flops_per_token
 from terrazzo.train.model.causal_lm import num_flops_per_token
-from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.head_loss import gives_loss, wants_loss_without_logits
 from terrazzo.train.model.lora import with_adapters
 from terrazzo.train.model.objectives import objective_of
@@ -34,6 +34,7 @@ from terrazzo.train.settings.plan import (
     build_offload,
     build_plan,
     build_precision,
+    empty_rows,
     mesh_shape,
     micro_batches_per_rank,
     precision_of_run,
@@ -70,6 +71,7 @@ def setup_of(
         sequence=config.batch.sequence_length,
         micro_batch=config.batch.micro_batch * config.sequences_per_sample,
         micro_batches=micro_batches,
+        empty_rows=empty_rows(config.batch, world_size, config.plan.mesh) * config.sequences_per_sample,
         precision=precision,
         matmul=matmul_format(config),
         recipe="rowwise" if config.precision.recipe == "rowwise" else "tensorwise",
@@ -176,7 +178,7 @@ def _shape_of(config: Config, whole: ModelOnPaper) -> ModelShape:
 def _model_shape(config: Config) -> ModelShape:
     """The same, before the optimizer says which matrices it updates whole."""
     if config.model.kind == "decoder":
-        shape = _decoder_shape(decoder_config(config))
+        shape = replace(model_shape(decoder_config(config).to_dict()), name="decoder")
     else:
         assert config.model.path is not None
         shape = with_adapters(model_shape(config.model.path), config.lora)
@@ -201,18 +203,6 @@ def _named_matrices(config: Config, shape: ModelShape, whole: ModelOnPaper) -> M
     return replace(shape, units=(*units[:1], *merged(units[1:])))
 
 
-def _decoder_shape(config: DecoderConfig) -> ModelShape:
-    """The shape of the built-in decoder. With a single block it is one unit."""
-    shape = model_shape(config.to_dict())
-    if config.layers == 1:
-        (block,) = shape.blocks
-        inner = tuple(replace(tensor, name=f"{block.name}.{tensor.name}") for tensor in block.tensors)
-        buffer_bytes = shape.root.buffer_bytes + block.buffer_bytes
-        unit = UnitShape("", shape.root.tensors + inner, block=block.block, buffer_bytes=buffer_bytes)
-        return replace(shape, name="decoder", units=(unit,))
-    return replace(shape, name="decoder")
-
-
 def _without_dropout(block: BlockShape | None) -> BlockShape | None:
     return block if block is None else replace(block, dropout=False)
 
@@ -227,8 +217,6 @@ def matmul_format(config: Config) -> str:
 def optimizer_spec(config: Config) -> OptimizerSpec:
     """What the chosen optimizer keeps for each element, from the planner's table.
 
-    `amsgrad`, `momentum` and `centered` each keep one tensor more.
-
     Raises:
         BadInput: torch.optim has no such class, or it cannot be sharded; all others are in the table.
     """
@@ -237,9 +225,8 @@ def optimizer_spec(config: Config) -> OptimizerSpec:
     plain = [recipe for recipe in OPTIMIZERS.values() if recipe.runs and not (recipe.options or recipe.form)]
     known = {recipe.torch_class: recipe for recipe in plain}
     recipe = known[optimizer.name]
-    more = sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
     matrices = recipe.matrices and replace(recipe.matrices, iterations=optimizer.muon.ns_steps)
-    return replace(recipe, moments=recipe.moments + more, matrices=matrices)
+    return replace(recipe, moments=recipe.moments + further_moments(options), matrices=matrices)
 
 
 def _mesh(config: Config, world_size: int) -> Mesh:

@@ -36,8 +36,8 @@ DOUBT = 1.3
 """A run is refused for its activations only if the estimate is this many times what there is. Nine in ten published
 runs took within 11 % of their estimates (docs/planner.md); these are few in kind, so the margin here is larger."""
 
-WEAR = "states on consumer disks"
-"""The rule of the planner's gate about which `offload_notes` says more."""
+SAID_ELSEWHERE = ("states on consumer disks", "empty rows")
+"""Rules of the planner's gate about which `offload_notes` and `filling_note` say more."""
 
 
 def check_plan(config: Config, world_size: int, whole: ModelOnPaper | None = None) -> list[str]:
@@ -63,7 +63,7 @@ def check_plan(config: Config, world_size: int, whole: ModelOnPaper | None = Non
     refusal = refusal or _lacks_room(config, setup, memory, there)
     if refusal is not None and not config.launch.ignore_planner:
         raise BadInput(f"{refusal} To start it all the same: launch.ignore_planner=true.")
-    notes = [str(finding) for finding in problems if finding.severity == "warn" and finding.rule != WEAR]
+    notes = [str(each) for each in problems if each.severity == "warn" and each.rule not in SAID_ELSEWHERE]
     notes += [*offload_notes(config, memory, world_size), *local_room(config, setup, world_size)]
     if config.cuts_attention and config.plan.mesh.cp == 1 and not config.model.attention.is_set:
         mask_bytes = config.batch.micro_batch * config.batch.sequence_length**2

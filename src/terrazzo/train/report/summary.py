@@ -121,7 +121,7 @@ def _measured_pace(session: Session, pace: Pace, peak_flops: float | None) -> di
         "step_s_measured": pace.seconds / pace.steps,
         "tokens_per_s_measured": pace.tokens / pace.seconds,
         "mfu_measured": utilisation(session.flops_per_s(pace.steps, pace.seconds), None, peak_flops)["mfu"],
-        "learnt_share": pace.tokens / (pace.steps * session.places_per_step),
+        "learnt_share": pace.tokens / (pace.steps * session.places_per_step(empty=False)),
     }
 
 

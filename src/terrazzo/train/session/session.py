@@ -103,11 +103,10 @@ class Session:
         """Micro-batches per step on each rank."""
         return micro_batches_per_rank(self.config.batch, self.ranks.world_size, self.config.plan.mesh)
 
-    @property
-    def places_per_step(self) -> int:
-        """Tokens that go through the model in a step over all ranks, learnt or not."""
+    def places_per_step(self, *, empty: bool) -> int:
+        """Tokens that go through the model in a step over all ranks, learnt or not; those of `empty` rows if asked."""
         config, size = self.config, self.ranks.world_size
-        rows = config.batch.global_batch + empty_rows(config.batch, size, config.plan.mesh)
+        rows = config.batch.global_batch + empty * empty_rows(config.batch, size, config.plan.mesh)
         return rows * config.sequences_per_sample * config.batch.sequence_length
 
     @property
@@ -123,7 +122,7 @@ class Session:
 
     def flops_per_s(self, steps: int, seconds: float) -> float:
         """Floating-point operations per second on each rank, of so many steps; 0 where a token's are not known."""
-        return steps * self.places_per_step / seconds / self.ranks.world_size * self.flops_per_token
+        return steps * self.places_per_step(empty=True) / seconds / self.ranks.world_size * self.flops_per_token
 
     def seed_from(self, step: int, drawer: int | None = None) -> int:
         """The seed for what is drawn from `step` on.
