@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -539,9 +541,9 @@ def test_replicas_that_load_other_values_are_refused_on_every_rank() -> None:
     on_ranks(2, body)
 
 
-def test_an_exchange_under_way_as_weights_are_loaded_changes_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though one of them has seen its end before: the momentum is that of before, on all."""
-    base, settings = Even(), tz.DiLoCo(4, traffic="int8", delay=3, meet_every=8)  # in one collective
+@pytest.fixture
+def first_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 sees each collective of an exchange end beside a step, the others none."""
     advance = Transfer.advance
 
     def advance_on_first(exchange: Any) -> None:
@@ -549,6 +551,13 @@ def test_an_exchange_under_way_as_weights_are_loaded_changes_no_replica(monkeypa
             advance(exchange)
 
     monkeypatch.setattr(Transfer, "advance_if_ended", advance_on_first)
+
+
+@pytest.mark.usefixtures("first_is_ahead")
+@pytest.mark.parametrize("traffic", ["fp32", "int8"])  # in several collectives, and in one
+def test_an_exchange_under_way_as_weights_are_loaded_changes_no_replica(traffic: Any) -> None:
+    """The momentum is that of before, on all."""
+    base, settings = Even(), tz.DiLoCo(4, traffic=traffic, delay=3, meet_every=8)
 
     def body(rank: int) -> None:
         model, optimizer = tz.shard(copy.deepcopy(base), sgd, "zero0", mesh=mesh_of(2, 1), diloco=settings)
@@ -559,6 +568,44 @@ def test_an_exchange_under_way_as_weights_are_loaded_changes_no_replica(monkeypa
         for bucket in outer._buckets:
             with bucket.outer[1].opened(bucket.outer[1].range) as momentum:
                 assert not momentum.any()
+
+    on_ranks(2, body)
+
+
+@pytest.mark.usefixtures("first_is_ahead")
+def test_what_replicas_compare_beside_an_exchange_changes_no_bit_of_it() -> None:
+    """A load that all refuse, and ranks that are told to gather."""
+    base, settings = Even(), tz.DiLoCo(4, lr=0.6, delay=3, meet_every=8)
+    wanted = plain_diloco(base, settings, 3, 1, 8)
+
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(copy.deepcopy(base), adamw, "zero0", mesh=mesh_of(3, 1), diloco=settings)
+        train(model, optimizer, 5, rank)
+        with pytest.raises(tz.BadInput, match="missing"):
+            model.load_state_dict({})
+        with pytest.raises(tz.BadInput):
+            optimizer.load_state_dict({})
+        train(model, optimizer, 3, rank, 5)
+        assert_equal(masters(model), wanted[rank])
+
+    on_ranks(3, body)
+
+
+def test_a_model_that_is_dropped_beside_an_exchange_is_freed_at_once() -> None:
+    def body(rank: int) -> None:
+        settings = tz.DiLoCo(4, delay=3, meet_every=8)
+        model, optimizer = tz.shard(Even(), adamw, "zero0", mesh=mesh_of(2, 1), diloco=settings)
+        train(model, optimizer, 5, rank)
+        gone = weakref.ref(engine_of(model).buckets()[0])
+        gc.collect()
+        dist.barrier()
+        gc.disable()
+        try:
+            del model, optimizer
+            assert gone() is None
+        finally:
+            dist.barrier()
+            gc.enable()
 
     on_ranks(2, body)
 

@@ -19,6 +19,7 @@ from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.family import REPLICA_AXIS, STAGE_AXIS, Family, seeing_other_data, seeing_same_data
 from terrazzo.engine.mesh.meshes import expert_mesh, groups_of
 from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.runtime.calls import do_nothing
 
 __all__ = ["Axes"]
 
@@ -64,6 +65,7 @@ class Axes:
         self._names, self.tally = tuple(groups), tally
         self.stage_axis = tuple(axis for axis in groups if axis == STAGE_AXIS)
         self.replica_axis: tuple[str, ...] = ()
+        self._before_replicas_meet: Callable[[], None] = do_nothing
         self.has_experts = experts is not None
         if experts is not None:
             groups |= {axis: experts.get_group(axis) for axis in ("edp", "ep")}
@@ -80,6 +82,12 @@ class Axes:
         apart = copy.copy(self)
         apart.replica_axis = tuple(axis for axis in self._names if axis == REPLICA_AXIS)
         return apart
+
+    def before_replicas_meet(self, action: Callable[[], None]) -> None:
+        """Have `action` called on all ranks before anything else goes along `replica_axis`: it ends what is under way
+        there, of which some ranks may have begun the next collective and some not.
+        """
+        self._before_replicas_meet = action
 
     # -- sets of axes ------------------------------------------------------------------------------------------
 
@@ -158,27 +166,34 @@ class Axes:
         """The collectives that states and gradients go through: of each axis of `within_stage`, and of `edp`."""
         return [self._collectives[axis] for axis in (*self.within_stage, *(("edp",) if self.has_experts else ()))]
 
+    def _meeting(self, axes: Iterable[str]) -> list[Collectives]:
+        """The collectives of the axes with more than one rank, for an exchange that comes now."""
+        live = self.live(axes)
+        if not {*live}.isdisjoint(self.replica_axis):
+            self._before_replicas_meet()
+        return [*map(self.along, live)]
+
     def maximum(self, values: Tensor, axes: Iterable[str], timeout_s: float | None = None) -> Tensor:
         """The elementwise maximum over all ranks of the axes, in place; blocks.
 
         Args:
             timeout_s: as for `Collectives.maximum`, along each axis.
         """
-        for axis in self.live(axes):
-            self.along(axis).maximum(values, timeout_s)
+        for along in self._meeting(axes):
+            along.maximum(values, timeout_s)
         return values
 
     def rows(self, values: Tensor, axes: Iterable[str]) -> Tensor:
         """The 1-D `values` of all ranks of the axes, as rows; blocks."""
         rows = values.unsqueeze(0)
-        for axis in self.live(axes):
-            rows = self.along(axis).gather_rows(rows).flatten(0, 1)
+        for along in self._meeting(axes):
+            rows = along.gather_rows(rows).flatten(0, 1)
         return rows
 
     def total(self, value: Tensor, axes: Iterable[str], reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
         """`reduce` of the values of the ranks of `axes`, on rows in rank order: all ranks get equal bits; blocks."""
-        for axis in self.live(axes):
-            value = reduce(self.along(axis).gather_rows(value), dim=0)
+        for along in self._meeting(axes):
+            value = reduce(along.gather_rows(value), dim=0)
         return value
 
     def differing(self, facts: Mapping[str, object], axes: Iterable[str]) -> list[str]:
@@ -188,8 +203,7 @@ class Axes:
             facts: under the same names on every rank. A number that is on a device is an int64 tensor of one element;
                 anything else is what JSON can hold, or `str` can tell apart.
         """
-        live = self.live(axes)
-        if not facts or not live:
+        if not facts or not (meeting := self._meeting(axes)):
             return []
         checksums = torch.stack(
             [
@@ -200,16 +214,16 @@ class Axes:
             ]
         )
         highest, lowest = both = torch.stack([checksums, ~checksums])
-        for axis in live:
-            self.along(axis).maximum(both)
+        for along in meeting:
+            along.maximum(both)
         return [name for name, same in zip(facts, (highest == ~lowest).tolist(), strict=True) if not same]
 
     def broadcast(self, values: Tensor, axes: Iterable[str]) -> None:
         """Overwrite `values` with those of the first rank of the axes; blocks. They cross outer links once."""
-        live = self.live(axes)
+        live, meeting = self.live(axes), self._meeting(axes)
         for position in reversed(range(len(live))):
             if self.is_first(live[:position]):
-                self.along(live[position]).broadcast(values)
+                meeting[position].broadcast(values)
 
 
 def _checksum(fact: object) -> int:

@@ -4,14 +4,17 @@ Each rank has a part of the weights that a round began with, and of their moment
 It exchanges outer gradients of that part with the ranks of the other replicas that have the same part. They are summed
 in the order of the replicas, and all take the same bytes: so all replicas go on from the same bits.
 
-Replicas that stream exchange a fragment at a time within a round, one behind the other. Nothing else goes along their
-axis there, so that nobody waits behind an exchange that is under way.
+Replicas that stream exchange a fragment at a time within a round, one behind the other, beside training, which sends
+nothing along their axis. What else does, such as a comparison of what ranks are told to load, ends the exchange under
+way first, on all of them: so the order of collectives is the same, wherever each has been in that exchange. Its outer
+gradients wait, and are taken when they would have been; they do not depend on when they came.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -23,7 +26,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.block_sums import sum_everywhere
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.transfer import Handle, Moves, Transfer
+from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.formats.block_format import tile_numel
 from terrazzo.engine.instrumentation.label import Label, Purpose
@@ -32,6 +35,7 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.diloco import OUTER_BLOCKS, DiLoCo
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.runtime.device import HOST
+from terrazzo.engine.runtime.weak import weakly
 from terrazzo.errors import Misuse, RanksApart
 
 __all__ = ["OuterSteps"]
@@ -46,10 +50,16 @@ class _Part(NamedTuple):
 
 
 class _StreamedStep(NamedTuple):
-    """The outer step of a fragment whose exchange goes on beside training."""
+    """The outer step of a fragment whose exchange goes on beside training.
+
+    Attributes:
+        exchange: brings the mean of outer gradients, in memory that is counted until `counted` is closed.
+    """
 
     buckets: Sequence[Bucket]
-    exchange: Transfer[None]
+    parts: Sequence[_Part]
+    exchange: Transfer[Tensor]
+    counted: ExitStack
     merges_behind: int
 
 
@@ -74,6 +84,7 @@ class OuterSteps:
         self._along = axes.along(axes.replica_axis[0])
         self._under_way: _StreamedStep | None = None
         self._label = Label(Purpose.OUTER)
+        axes.before_replicas_meet(weakly(self, OuterSteps._end_exchange))
 
     @property
     def begins(self) -> bool:
@@ -103,9 +114,15 @@ class OuterSteps:
     def restart(self) -> None:
         """The next optimizer step is the first of a round, of weights that have been loaded. On all replicas alike."""
         self.steps = 0
-        if self._under_way is not None:  # the others have begun it, too
-            self._under_way.exchange.finish()
+        self._end_exchange()
+        if self._under_way is not None:
+            self._under_way.counted.close()
             self._under_way = None
+
+    def _end_exchange(self) -> None:
+        """Have the exchange under way end, of which no step is taken yet. Collective: all replicas have begun it."""
+        if self._under_way is not None:
+            self._under_way.exchange.finish()
 
     def require_round_ended(self, what: str) -> None:
         """Refuse `what` within a round, where each replica has weights of its own.
@@ -140,10 +157,11 @@ class OuterSteps:
         if self.steps == self.settings.round_steps:
             return self._meet()
         if (fragment := self.settings.fragment_behind(self.steps)) is not None:
-            buckets = self._fragments[fragment]
+            buckets, counted = self._fragments[fragment], ExitStack()
+            parts = next(_messages(self.settings, buckets, whole=True), [])
             self._next_label()
-            exchange = Transfer(self._step(next(_messages(self.settings, buckets, whole=True), [])), self._label)
-            self._under_way = _StreamedStep(buckets, exchange, self.steps + self.settings.delay)
+            exchange = self._begin_exchange(parts, counted)
+            self._under_way = _StreamedStep(buckets, parts, exchange, counted, self.steps + self.settings.delay)
             changed = self._merge() if self._merges else changed
         return changed
 
@@ -154,8 +172,9 @@ class OuterSteps:
 
     def _merge(self) -> Sequence[Bucket]:
         assert self._under_way is not None, "there is one to end"
-        buckets, exchange, _ = self._under_way
-        exchange.finish()
+        buckets, parts, exchange, counted, _ = self._under_way
+        with counted:
+            self._step(parts, exchange.finish())
         self._under_way = None
         for bucket in buckets:
             _set_master(bucket, self.settings.kept, self._label)
@@ -164,7 +183,8 @@ class OuterSteps:
     def _meet(self) -> Sequence[Bucket]:
         self._next_label()
         for parts in _messages(self.settings, self._buckets):
-            Transfer(self._step(parts), self._label).finish()
+            with ExitStack() as counted:
+                self._step(parts, self._begin_exchange(parts, counted).finish())
         for bucket in self._buckets:
             _set_master(bucket, 0.0, self._label)
         self.steps, self.number = 0, self.number + 1
@@ -186,23 +206,17 @@ class OuterSteps:
                 "between two rounds must be the same on all."
             )
 
-    def _step(self, parts: Sequence[_Part]) -> Moves[None]:
-        """Have the mean of outer gradients, and take the step with them."""
-        if not parts:
-            return
-        numel, along, device = parts[-1].in_message.stop, self._along, self._axes.device
-        with self._ledger.holding(self.settings.held_bytes(numel, along.size, device.type)):
-            message = torch.zeros(self.settings.message_numel(numel, along.size), device=device)
-            for bucket, tile, within in _tiles(parts, device):
-                with bucket.outer[0].opened(tile) as first, bucket.exact.opened(tile) as weights:
-                    message[within].copy_(first - weights)
-            mean = _mean_of_blocks if self.settings.traffic == "int8" else _mean
-            yield from mean(message, numel, along)
-            yield Handle()  # no `advance_if_ended` goes on from here: no replica takes a step before all do
-            if self.begins:
-                return  # other weights have been loaded meanwhile
-            for bucket, tile, within in _tiles(parts, device):
-                self._update(bucket.outer, tile, message[within])
+    def _begin_exchange(self, parts: Sequence[_Part], counted: ExitStack) -> Transfer[Tensor]:
+        """Have the mean of outer gradients of some parts, in memory that is counted until `counted` is closed."""
+        numel, along, device = _numel(parts), self._along, self._axes.device
+        if numel:
+            counted.enter_context(self._ledger.holding(self.settings.held_bytes(numel, along.size, device.type)))
+        return Transfer(_exchange(self.settings, parts, along, device), self._label)
+
+    def _step(self, parts: Sequence[_Part], gradients: Tensor) -> None:
+        """Take the step with the mean of outer gradients."""
+        for bucket, tile, within in _tiles(parts, self._axes.device):
+            self._update(bucket.outer, tile, gradients[within])
 
     def _update(self, states: Sequence[Resting], tile: Range, gradient: Tensor) -> None:
         """Each product is rounded by itself: the bits are those of any way to cut, and of plain PyTorch."""
@@ -238,6 +252,23 @@ def _tiles(parts: Sequence[_Part], device: torch.device) -> Iterator[tuple[Bucke
             for tile in cut.pieces(tile_numel(device.type)):
                 start = in_message.start + tile.start - elements.start
                 yield bucket, tile, slice(start, start + tile.numel)
+
+
+def _numel(parts: Sequence[_Part]) -> int:
+    return parts[-1].in_message.stop if parts else 0
+
+
+def _exchange(settings: DiLoCo, parts: Sequence[_Part], along: Collectives, device: torch.device) -> Moves[Tensor]:
+    """The mean of outer gradients of all replicas. It holds no `OuterSteps`, which holds the transfer of it."""
+    numel = _numel(parts)
+    message = torch.zeros(settings.message_numel(numel, along.size), device=device)
+    for bucket, tile, within in _tiles(parts, device):
+        with bucket.outer[0].opened(tile) as first, bucket.exact.opened(tile) as weights:
+            message[within].copy_(first - weights)
+    if numel:
+        mean = _mean_of_blocks if settings.traffic == "int8" else _mean
+        yield from mean(message, numel, along)
+    return message
 
 
 def _mean(message: Tensor, numel: int, along: Collectives) -> Moves[None]:
