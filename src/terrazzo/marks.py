@@ -12,6 +12,7 @@ __all__ = [
     "SHARES_EXPERTS",
     "SHARES_MATRICES",
     "SHARES_SEQUENCES",
+    "UNIT",
     "Mark",
     "is_sharded",
     "waits_for_root",
@@ -55,6 +56,8 @@ SHARES_EXPERTS = Mark[Any]("terrazzo_experts")
 """On modules that share matrices, sequences or experts: what they exchange through, with the `traffic` of that."""
 MARKED_TO_SHARD = Mark[Any]("terrazzo_fully_shard")
 """On modules that `fully_shard` was called on: something whose `root` is None until the model is sharded."""
+UNIT = Mark[str]("terrazzo_unit")
+"""On modules of a sharded model whose weights are gathered as one: their names."""
 
 
 def is_sharded(module: nn.Module) -> bool:

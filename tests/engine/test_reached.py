@@ -142,6 +142,19 @@ def test_a_method_that_cannot_be_registered(name: str, words: str) -> None:
         tz.register_forward_method(nn.Linear(1, 1), name)
 
 
+def test_a_method_of_a_module_whose_weights_are_gathered_with_others_is_refused_at_once() -> None:
+    """Units, and what has units alone, have theirs."""
+
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), "zero3")
+        for module in (model, model.blocks, model.blocks[0]):
+            tz.register_forward_method(module, "extra_repr")
+        with pytest.raises(tz.BadInput, match=r"Linear is no unit .*'blocks\.0\.up\.weight' is gathered with what"):
+            tz.register_forward_method(model.blocks[0].up, "extra_repr")
+
+    on_ranks(2, body)
+
+
 class Encoder(nn.Linear):
     def encode(self, x: Tensor) -> Tensor:
         return x @ self.weight.T

@@ -33,6 +33,7 @@ from terrazzo.engine.runtime.weak import weakly
 from terrazzo.engine.schedule.gathered import BackwardToCome
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
+from terrazzo.marks import UNIT
 from terrazzo.messages import warn
 
 __all__ = ["ForwardHooks"]
@@ -75,6 +76,7 @@ class ForwardHooks:
         """Register the hooks on `model`, its modules and its units' parameters."""
         model.register_forward_pre_hook(eager(weakly(self, ForwardHooks.before_model)), with_kwargs=True, prepend=True)
         for unit in self._units:
+            UNIT.leave(unit.module, unit.name)
             if unit.module is not model:
                 methods = (ForwardHooks.before_unit, ForwardHooks.after_unit)
                 before, after = (weakly(self, each, unit.index) for each in methods)

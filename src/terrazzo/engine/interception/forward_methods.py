@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.errors import BadInput
+from terrazzo.marks import UNIT
 
 __all__ = ["register_forward_method"]
 
@@ -25,7 +27,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         module: a sharded model, or a module inside that is a unit of its own.
 
     Raises:
-        BadInput: where there is no such method, and for `forward` itself.
+        BadInput: where there is no such method, for `forward` itself, and for a module of a sharded model that is no
+            unit, and has weights that are gathered with those around it.
     """
     kind = type(module).__name__
     method = getattr(module, name, None) if isinstance(name, str) else None
@@ -36,8 +39,25 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"register_forward_method: {name!r} is what weights are gathered around in any case, if {kind} is called "
             "as model(...) and not as model.forward(...). Remove this line, or name another method."
         )
+    if (name_of_weight := _gathered_around(module)) is not None:
+        raise BadInput(
+            f"register_forward_method: {kind} is no unit of the sharded model, whose {name_of_weight!r} is gathered "
+            "with what is around it. Register a method of a module that is, or of the model; or name this class in "
+            "units."
+        )
     if not isinstance(method, _AsForward):
         module.__dict__[name] = _AsForward(module, method)
+
+
+def _gathered_around(module: nn.Module) -> str | None:
+    """Name of a weight in a module that a unit around it gathers; None without one."""
+    if UNIT.find(module) is not None:
+        return None
+    for parameter in module._parameters.values():
+        if parameter is not None and (note := note_of(parameter)) is not None:
+            return note.name
+    inside = (_gathered_around(child) for child in module.children())
+    return next((name for name in inside if name is not None), None)
 
 
 class _AsForward:
