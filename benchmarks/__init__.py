@@ -11,6 +11,6 @@
     rounds        replicas that agree every so many steps over a slow link: `python -m benchmarks.rounds`
     planner       the planner against published measurements: `python -m benchmarks.planner`
 
-`host`, `update` and `network` (with `namespaces`) measure one thing each, for the suite cpu too. `environment` says
-what a record is made with, and `readme` draws the README's chart.
+`host`, `update` and `network` (with `namespaces` and `wire`) measure one thing each, for the suite cpu too.
+`environment` says what a record is made with, and `readme` draws the README's chart.
 """

@@ -1,6 +1,7 @@
 """Two nodes on one machine: network namespaces, a slow link between them, and processes inside.
 
-Needs Linux and root, for `ip netns` and `tc`. The rate is tbf's; the delay is netem's, where the kernel has it.
+Needs Linux and root, for `ip netns` and `tc`. The rate is tbf's; the delay is netem's, where the kernel has it. Where
+it has not, packets that are to take `WIRED_MS` and more go through a process (`wire`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.wire import open_tunnel
+
 NODES = 2
 LINK = "slow"
 """The name of the link's end on either node."""
+WIRED_MS = 5.0
+"""Milliseconds each way. Links with less are fast ones: the process would take cores for their packets."""
 ADDRESSES = ("198.18.0.1", "198.18.0.2")  # of a range reserved for benchmarks (RFC 2544)
 
 
@@ -51,27 +56,73 @@ def two_nodes(rate_mbit: int, delay_ms: float) -> Iterator[Nodes]:
         for name in names:
             _command("ip", "netns", "add", name)
         _command(*("ip", "link", "add", LINK, "netns", names[0], "type", "veth", "peer", LINK, "netns", names[1]))
-        for name, address in zip(names, ADDRESSES, strict=True):
-            _command("ip", "-n", name, "address", "add", f"{address}/30", "dev", LINK)
-            for device in ("lo", LINK):
-                _command("ip", "-n", name, "link", "set", device, "up")
         shaping = [_slow_down(name, rate_mbit, delay_ms) for name in names]
-        yield Nodes(names, shaping[0])
+        if None in shaping and delay_ms >= WIRED_MS:
+            _command("ip", "-n", names[0], "link", "delete", LINK)
+            with _wire(names, rate_mbit, delay_ms):
+                _bring_up(names)
+                yield Nodes(names, f"{rate_mbit} Mbit/s and {delay_ms} ms each way, by a process between two tunnels")
+            return
+        _bring_up(names)
+        bare = f"{rate_mbit} Mbit/s each way by tbf, no delay added (the kernel has no netem)"
+        yield Nodes(names, shaping[0] or bare)
     finally:
         for name in names:
             with suppress(Impossible):  # it may not have come to be
                 _command("ip", "netns", "delete", name)
 
 
-def _slow_down(name: str, rate_mbit: int, delay_ms: float) -> str:
-    """Limit what a node's end of the link sends; returns what is in effect."""
+def _bring_up(names: Sequence[str]) -> None:
+    for name, address in zip(names, ADDRESSES, strict=True):
+        _command("ip", "-n", name, "address", "add", f"{address}/30", "dev", LINK)
+        for device in ("lo", LINK):
+            _command("ip", "-n", name, "link", "set", device, "up")
+
+
+@contextmanager
+def _wire(names: Sequence[str], rate_mbit: int, delay_ms: float) -> Iterator[None]:
+    """A tunnel's end in each namespace, and the process between them."""
+    devices = [f"tz{os.getpid()}{end}" for end in "ab"]  # 15 characters at most
+    tunnels: list[int] = []
+    try:
+        for name, device in zip(names, devices, strict=True):
+            tunnels.append(_tunnel(device))
+            _command("ip", "link", "set", device, "netns", name, "name", LINK)
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.wire",
+            *map(str, tunnels),
+            str(rate_mbit * 1e6 / 8),
+            str(delay_ms / 1e3),
+        ]
+        process = subprocess.Popen(words, cwd=Path(__file__).parents[1], pass_fds=tunnels, process_group=0)
+    finally:
+        for tunnel in tunnels:
+            os.close(tunnel)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _tunnel(device: str) -> int:
+    try:
+        return open_tunnel(device)
+    except OSError as error:
+        raise Impossible(f"No netem in the kernel, and no tunnel devices for a delay without it: {error}") from error
+
+
+def _slow_down(name: str, rate_mbit: int, delay_ms: float) -> str | None:
+    """Limit what a node's end of the link sends; returns what is in effect, None where the delay is not."""
     queue = ("tc", "-n", name, "qdisc", "add", "dev", LINK)
     bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", "256kb", "latency", "50ms")
     try:
         _command(*queue, "root", "handle", "1:", "netem", "delay", f"{delay_ms}ms", "limit", "10000")
     except Impossible:
         _command(*queue, "root", *bucket)
-        return f"{rate_mbit} Mbit/s each way by tbf, no delay added (the kernel has no netem)"
+        return None
     _command(*queue, "parent", "1:1", "handle", "10:", *bucket)
     return f"{rate_mbit} Mbit/s by tbf and {delay_ms} ms by netem, each way"
 
