@@ -24,6 +24,7 @@ from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.choice_names import PRECISION_KEYS, PRECISION_PRESETS, precision, strategy
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.traffic.volumes import traffic_of
 
 
 def setup_of(model: Any = "llama3-8b", gpus: int | str | None = 16, **options: Any) -> Setup:
@@ -162,10 +163,9 @@ IMPOSSIBLE = [
         "heads 32 of llama3-8b do not divide by tp 3: 32 / 3 = 10.67. Use a tp that divides 32, suc",
     ),
     ({"model": "qwen2.5-7b", "gpus": 7, "tp": 7}, "kv_heads 4 of qwen2.5-7b do not divide by tp 7"),
-    ({"gpus": 64, "pp": 64}, "has 32 layers, too few for pp 64 stages"),
+    ({"gpus": 64, "pp": 64}, "has 32 layers, and 3 parts in front of and behind them, too few for pp 64 stages"),
     ({"gpus": 16, "dp_replicate": 3}, "16 data ranks cannot form 3 equal groups"),
-    ({"gpus": 8, "strategy": "hybrid_shard"}, "8 data ranks form 1 group(s) of 8"),
-    ({"gpus": 8, "strategy": "hpz", "dp_replicate": 8}, "8 data ranks form 8 group(s) of 1"),
+    ({"gpus": 8, "strategy": "hybrid_shard"}, "8 data ranks form one (dp_replicate)"),
     ({"ep": 2}, "llama3-8b has none. Leave ep out"),
     ({"model": "qwen3-30b-a3b", "ep": 3, "gpus": 24}, "128 experts of qwen3-30b-a3b do not divide by ep 3"),
     ({"model": "qwen3-30b-a3b", "ep": 32, "gpus": 16}, "dp_shard 16 × cp 1 × tp 1 = 16. Use an ep that divides 16"),
@@ -190,6 +190,22 @@ IMPOSSIBLE = [
     ({"strategy": Plan("-", "-", "D", "-")}, "must be a prefix"),
     ({"strategy": Plan("-", "-", "-", "D@tape")}, "names the tier 'tape'"),
 ]
+
+
+def test_groups_of_one_rank_are_as_without_groups() -> None:
+    """As in a run, which takes any number of groups above one."""
+    alone = setup_of(gpus=4, strategy="hybrid_shard", dp_replicate=4)
+    check(alone)
+    plain = setup_of(gpus=4, strategy="zero0", dp_replicate=4)
+    assert memory_of(alone).terms == memory_of(plain).terms
+    assert traffic_of(alone).total_bytes == traffic_of(plain).total_bytes
+
+
+def test_numbers_may_be_those_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    asked = Request("llama3-8b", numpy.int64(8), sequence=numpy.int32(128), memory_bytes=numpy.float32(2**36))
+    assert asked == Request("llama3-8b", 8, sequence=128, memory_bytes=2**36)
+    assert type(asked.gpus) is type(asked.sequence) is int
 
 
 @pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=lambda value: str(value)[:60])

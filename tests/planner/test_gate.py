@@ -18,7 +18,7 @@ from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.gate.facts import Facts
 from terrazzo.planner.gate.gate import ALL_RULES, findings, runnable
-from terrazzo.planner.gate.rule import Sentence, as_text
+from terrazzo.planner.gate.rule import as_text
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.build_setup import build_setup
@@ -124,6 +124,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "batch that does not divide": ("deepspeed", {"global_batch": 8}, "deepspeed", {"global_batch": 16}),
     "stages without a micro-batch": (
         "terrazzo", {"pp": 4, "micro_batches": 3}, "terrazzo", {"pp": 4, "micro_batches": 4},
+    ),
+    "checkpointing of one unit": (
+        "terrazzo", {"model": {**OURS, "layers": 1}, "checkpointing": "full"},
+        "terrazzo", {"model": OURS, "checkpointing": "full"},
     ),
     "stage that trains nothing": (
         "terrazzo", {"pp": 2, "freeze": "model.embed*,model.layers.?.*,model.layers.1?.*"},
@@ -324,7 +328,7 @@ def test_every_rule_is_in_the_reference() -> None:
             assert name in vars(Facts(setup_of({}))) or hasattr(Facts, name)
             return f"*{name}*"
 
-    def shown(sentence: Sentence) -> str:
+    def shown(sentence: str) -> str:
         return as_text(sentence, cast(Facts, Names()))
 
     rows = [

@@ -47,10 +47,11 @@ class Case:
     precision: str = "fp32"
     tied: bool = False
     vocab: int = 61
+    layers: int = 5
 
     @property
     def config(self) -> DecoderConfig:
-        return replace(SIZES, tie_embeddings=self.tied, vocab_size=self.vocab)
+        return replace(SIZES, tie_embeddings=self.tied, vocab_size=self.vocab, layers=self.layers)
 
     @property
     def setup(self) -> Setup:
@@ -80,6 +81,7 @@ CASES = [
     Case("zero3", schedule="zero_bubble"),
     Case("zero2", PP4, vocab=900),  # the head is the last stage by itself
     Case("zero1", PP4, tied=True, micro_batches=6),
+    Case("zero3", PP4, layers=2),  # the embeddings are the first stage, and the last norm is before the head
     Case("zero3", (("pp", 2), ("tp", 2)), vocab=62),
     Case("zero2", (("pp", 2), ("cp", 2)), chunks=2),
 ]

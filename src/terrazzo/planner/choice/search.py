@@ -120,6 +120,8 @@ class _Tried:
             check(setup)
         except BadInput as error:
             return self._refuse(choice, str(error), untried)
+        if setup.plan.groups and setup.mesh.shard_ranks == 1:
+            return self._refuse(choice, f"{setup.plan.name} splits nothing over groups of one rank.", untried)
         if (floor := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
             leanest = build_setup(replace(choice, micro_batch=sizes[0], checkpointing=modes[-1]))
             if reason := _refusal(findings(leanest)):  # then it is not what comes nearest

@@ -3,12 +3,14 @@
 What cannot be is refused in `setup.checks`. Here is what could be, and fails or works badly in some framework.
 Read the modules in this order:
 
-    facts           what rules ask of a setup, and what sentences name of it
-    rule            `Rule`, and the `PlanFinding` that it makes of a setup
-    rules           combinations that are bad in every framework
-    engine_rules    what Terrazzo does not run yet, or runs badly
-    peer_rules      what other frameworks refuse or ignore
-    gate            all rules asked of one setup: `findings`
+    facts            what rules ask of a setup, and what sentences name of it
+    rule             `Rule`, the `RuleBook` that collects them, and the `PlanFinding` that one makes of a setup
+    general_rules    combinations that are bad in every framework
+    engine_rules     what Terrazzo's engine does not run yet, or runs badly
+    train_rules      what `terrazzo train` has no configuration for
+    deepspeed_rules  what DeepSpeed refuses or ignores
+    peer_rules       what FSDP, Megatron-core and torchao do
+    gate             all rules asked of one setup: `findings`
 
 A pipeline's bubble, from the setup to the sentence that names it:
 

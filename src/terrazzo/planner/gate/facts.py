@@ -12,7 +12,7 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.traffic.exchanges import model_parallel_moves
 
-__all__ = ["Facts", "in_shares", "on_disk", "tiers", "zero_stage"]
+__all__ = ["Facts", "in_shares", "on_disk", "tiers", "whole_model", "zero_stage"]
 
 
 def zero_stage(setup: Setup) -> int:
@@ -34,6 +34,12 @@ def on_disk(setup: Setup, *states: str) -> bool:
 def in_shares(setup: Setup) -> bool:
     """Whether a state is on one tier for some units and on another for others."""
     return any(len(place.shares) > 1 for place in setup.plan.places().values())
+
+
+def whole_model(setup: Setup) -> bool:
+    """Whether all weights are gathered at once."""
+    one = setup.framework.whole_model_unit or (not setup.model.repeated and setup.model.vocab > 0)
+    return one and zero_stage(setup) == 3 and setup.mesh.data_ranks > 1
 
 
 class Facts:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from terrazzo.planner.gate.deepspeed_rules import DEEPSPEED_RULES
 from terrazzo.planner.gate.engine_rules import ENGINE_RULES
+from terrazzo.planner.gate.general_rules import GENERAL_RULES
 from terrazzo.planner.gate.peer_rules import PEER_RULES
 from terrazzo.planner.gate.rule import PlanFinding
-from terrazzo.planner.gate.rules import RULES
+from terrazzo.planner.gate.train_rules import TRAIN_RULES
 from terrazzo.planner.setup.framework import TERRAZZO
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["ALL_RULES", "findings", "runnable"]
 
-ALL_RULES = RULES + ENGINE_RULES + PEER_RULES
+ALL_RULES = (*GENERAL_RULES, *ENGINE_RULES, *TRAIN_RULES, *DEEPSPEED_RULES, *PEER_RULES)
 
 
 def findings(setup: Setup) -> tuple[PlanFinding, ...]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from terrazzo.parallel.pipeline.schedules import ActionKind, actions_of, balanced, rounds_of
 from terrazzo.planner.caching import once, once_per_setup
-from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
+from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape, line_matrices
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
@@ -87,9 +87,9 @@ def _bounds(units: tuple[UnitShape, ...], cut: Cut) -> tuple[tuple[int, int], ..
         BadInput: fewer of these than stages.
     """
     layers = sum(unit.count for unit in units[1:])
-    matrices = [each for each in units[0].tensors if not each.is_table]
+    matrices = line_matrices(units[0])
     costs = [0, *(_cost(unit.tensors) for unit in units[1:] for _ in range(unit.count)), 0]
-    costs += [tensor.numel for tensor in matrices if len(tensor.shape) > 1]
+    costs += [tensor.numel for tensor in matrices]
     if cut.even:
         share, extra = divmod(layers, cut.ranks)
         begins = [0, *(1 + rank * share + min(rank, extra) for rank in range(1, cut.ranks))]

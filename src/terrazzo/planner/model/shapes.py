@@ -22,6 +22,7 @@ __all__ = [
     "TensorShape",
     "UnitShape",
     "active_share",
+    "line_matrices",
     "parts_along_tp",
 ]
 
@@ -260,6 +261,14 @@ class ModelShape:
         return sum(unit.count for unit in self.blocks)
 
     @cached_property
+    def line_length(self) -> int:
+        """Parts that values go through one after the other: embeddings, layers, the last norm, and a head of its own.
+
+        Of a model in one unit, which is in no such parts, 1.
+        """
+        return self.layers + 2 + len(line_matrices(self.root)) if self.repeated else 1
+
+    @cached_property
     def hidden(self) -> int:
         """Width of the residual stream; 0 for a bare number of parameters."""
         return next((unit.block.hidden for unit in self.blocks if unit.block), 0)
@@ -314,6 +323,11 @@ class ModelShape:
         for unit in self.units:
             for tensor in unit.tensors:
                 yield CountedTensor(unit.count, tensor, unit.block)
+
+
+def line_matrices(root: UnitShape) -> list[TensorShape]:
+    """Matrices behind the blocks, each of which may be in a stage by itself: a head that is not tied."""
+    return [each for each in root.tensors if not each.is_table and len(each.shape) > 1]
 
 
 def parts_along_tp(tensor: TensorShape, block: BlockShape | None, tp: int, whole_experts: bool) -> int:

@@ -87,7 +87,7 @@ def _checked(name: str, value: Any) -> Any:
         return _read_gpus(value)
     if name in COUNTS or name in AMOUNTS:
         check_number(name, value, whole=name in COUNTS, least=LEAST.get(name))
-        return int(value) if name in COUNTS else value
+        return int(value) if name in COUNTS else float(value)
     if name in FLAGS and not isinstance(value, bool):
         raise BadInput(f"{name} is {value!r}; give True or False.")
     if name in NAMES:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
+from terrazzo.given_numbers import is_number
 from terrazzo.messages import counted
 from terrazzo.parallel import Chunks
 from terrazzo.parallel.pipeline.schedules import rounds_of
@@ -36,7 +37,7 @@ def check_number(name: str, value: float, *, whole: bool = False, least: float |
     """
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
         raise BadInput(f"{name} is a number of {value.bit_length()} bits; give one of at most {LARGEST_NUMBER:.0e}.")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value) or not math.isfinite(value):
         raise BadInput(f"{name} is {value!r}; give a finite number.")
     if value > LARGEST_NUMBER:
         raise BadInput(f"{name} is {value:g}; give one of at most {LARGEST_NUMBER:.0e}.")
@@ -84,15 +85,14 @@ def _check_world(setup: Setup) -> None:
 
 def _check_plan(setup: Setup) -> None:
     plan, mesh = setup.plan, setup.mesh
-    both = mesh.dp_replicate > 1 and mesh.shard_ranks > 1
-    if plan.groups and not both:
+    if plan.groups and mesh.dp_replicate == 1:
         raise BadInput(
-            f"{plan.name} needs two or more shard groups of two or more GPUs, but {mesh.data_ranks} data ranks form "
-            f"{mesh.dp_replicate} group(s) of {mesh.shard_ranks} (dp_replicate × dp_shard). Use zero3, which is the"
-            " same with one group, or more GPUs, or another dp_replicate."
+            f"{plan.name} needs two or more shard groups, but {mesh.data_ranks} data ranks form one (dp_replicate). "
+            "Use zero3, which is the same with one group, or more GPUs, or another dp_replicate."
         )
     between = replace(plan.between, tier="device")  # other frameworks keep it where the weight is
-    Plan(plan.weight, between, plan.grad, plan.optim, plan.name).resolve(list(mesh.sizes()) or ["dp_shard"])
+    axes = ["dp_shard"] if mesh.dp_replicate == 1 else ["dp_shard", "dp_replicate"]
+    Plan(plan.weight, between, plan.grad, plan.optim, plan.name).resolve(axes)
 
 
 def _check_formats(setup: Setup) -> None:
@@ -121,7 +121,7 @@ def _check_fragments(setup: Setup) -> None:
 
 def _check_checkpointing(setup: Setup) -> None:
     layers = setup.model.layers
-    if setup.every > layers:
+    if setup.every > layers and setup.model.repeated:
         raise BadInput(
             f"Activation checkpointing every_{setup.every} is of one layer in {setup.every}, and {setup.model.name} "
             f"has {counted(layers, 'layer')}. Use every_N up to every_{layers}, or none."
@@ -212,10 +212,12 @@ def _indivisible(model: str, name: str, size: int, tp: int) -> str:
 
 def _check_pipeline(setup: Setup) -> None:
     model, mesh, virtual = setup.model, setup.mesh, setup.virtual_stages
-    if mesh.pp > model.layers:
+    parts = model.line_length if setup.staged else model.layers
+    if mesh.pp > parts:
+        beside = f", and {parts - model.layers} parts in front of and behind them" if parts > model.layers else ""
         raise BadInput(
-            f"{model.name} has {counted(model.layers, 'layer')}, too few for pp {mesh.pp} stages: each needs one at "
-            f"least. Use a pp of at most {model.layers}."
+            f"{model.name} has {counted(model.layers, 'layer')}{beside}, too few for pp {mesh.pp} stages: each needs "
+            f"one at least. Use a pp of at most {parts}."
         )
     if virtual == 1:
         return
@@ -227,10 +229,10 @@ def _check_pipeline(setup: Setup) -> None:
         )
     if mesh.pp == 1:
         raise BadInput(f"virtual_stages {virtual} interleave the chunks of a pipeline, but pp is 1. Leave it out.")
-    if mesh.pp * virtual > model.layers:
+    if mesh.pp * virtual > parts:
         raise BadInput(
             f"{counted(model.layers, 'layer')}: too few for pp {mesh.pp} × virtual_stages {virtual} = "
-            f"{mesh.pp * virtual} chunks. Use a virtual_stages of at most {model.layers // mesh.pp}."
+            f"{mesh.pp * virtual} chunks. Use a virtual_stages of at most {parts // mesh.pp}."
         )
     if setup.micro_batches < mesh.pp:
         raise BadInput(

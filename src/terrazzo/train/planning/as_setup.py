@@ -77,8 +77,8 @@ def setup_of(
         recipe="rowwise" if config.precision.recipe == "rowwise" else "tensorwise",
         optimizer=optimizer_spec(config),
         optimizer_kernel=_kernel(config.optimizer.options),
-        checkpointing=mode if shape.repeated else "none",  # of units, which a single block is not
-        every=every if shape.repeated else 1,
+        checkpointing=mode,
+        every=every,
         compile=config.train.compile,
         attention=attention_of(None, shape, machines.device),
         context=config.parallel.context.mode,

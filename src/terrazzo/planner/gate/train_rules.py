@@ -1,0 +1,102 @@
+"""What `terrazzo train` has no configuration for, and what its models do not do."""
+
+from __future__ import annotations
+
+from terrazzo.planner.gate.rule import RuleBook
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["TRAIN_RULES"]
+
+terrazzo = RuleBook("terrazzo")
+
+
+@terrazzo.refuses(
+    "4 bits that fp8 would round again",
+    reason="Frozen matrices in 4 bits are decoded to 16 bits, which products in fp8 would round again.",
+    alternative="Use precision bf16, or --lora, whose base stays in 16 bits.",
+    source="terrazzo.config.sections.precision",
+)
+def _4_bits_that_fp8_would_round_again(setup: Setup) -> bool:
+    return setup.precision.frozen is not None and setup.matmul == "fp8"
+
+
+@terrazzo.warns(
+    "empty rows",
+    reason=(
+        "{empty_rows} of {rows} rows of a step are empty, {empty_share} of its computing: a global batch of "
+        "{global_batch} does not divide by {at_once}."
+    ),
+    alternative=(
+        "What is learnt is the same; a global batch of {full_batches}, or another micro-batch or number of ranks, "
+        "has no empty rows."
+    ),
+    source="terrazzo.train.settings.plan.micro_batches_per_rank",
+)
+def _empty_rows(setup: Setup) -> bool:
+    return setup.empty_rows > 0
+
+
+@terrazzo.plans(
+    "optimizer that torch does not have",
+    reason="`terrazzo train` takes optimizers of torch.optim and tz.optim, which have no {optimizer}.",
+    alternative="Use adamw, or pass an elementwise optimizer of your own to tz.shard.",
+    source="terrazzo.train.settings.optimizer.optimizer_class",
+)
+def _optimizer_that_torch_does_not_have(setup: Setup) -> bool:
+    return setup.optimizer.torch_class is None
+
+
+@terrazzo.plans(
+    "fused loss",
+    reason="`terrazzo train` takes torch's cross_entropy, which is not fused.",
+    alternative="Plan with loss full, or use a fused loss in a loop of your own.",
+    source="terrazzo.train.model.head_loss",
+)
+def _fused_loss(setup: Setup) -> bool:
+    return setup.loss == "fused"
+
+
+@terrazzo.plans(
+    "compiled stages",
+    reason="No stage of a pipeline is compiled yet.",
+    alternative="Leave --compile out, or plan without pp.",
+    source="terrazzo.config.section_rules.stages",
+)
+def _compiled_stages(setup: Setup) -> bool:
+    return setup.compile and setup.mesh.pp > 1
+
+
+@terrazzo.plans(
+    "compiled attention that exchanges",
+    reason="Compiled blocks have not been tried with attention that exchanges with other ranks.",
+    alternative="Leave --compile out, or plan without cp.",
+    source="terrazzo.config.section_rules.shared_sequences",
+)
+def _compiled_attention_that_exchanges(setup: Setup) -> bool:
+    return setup.compile and setup.mesh.cp > 1
+
+
+@terrazzo.plans(
+    "attention that keeps its scores",
+    reason=(
+        "`terrazzo train` takes torch's scaled_dot_product_attention, which keeps no scores where a fused kernel "
+        "serves."
+    ),
+    alternative="Plan with attention flash, or shard a model of your own with tz.shard.",
+    source="terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
+)
+def _attention_that_keeps_its_scores(setup: Setup) -> bool:
+    return setup.attention == "math" and (not setup.model.soft_caps)
+
+
+@terrazzo.plans(
+    "kernel that no configuration names",
+    reason="`terrazzo train` takes torch's scaled_dot_product_attention, which is no {attention}.",
+    alternative="Plan with attention flash, or call that kernel in a model of your own and give it to tz.shard.",
+    source="terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
+)
+def _kernel_that_no_configuration_names(setup: Setup) -> bool:
+    return setup.attention not in ("flash", "math") and (not setup.model.soft_caps)
+
+
+TRAIN_RULES = terrazzo.rules
