@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 import tomllib
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer
@@ -226,6 +228,16 @@ def test_bench_without_matplotlib_is_refused_before_it_measures(monkeypatch: pyt
     caught = CliRunner().invoke(cli.app, ["bench", "--suite", "tiny"]).exception
     assert isinstance(caught, BadInput)
     assert "extra 'bench'" in str(caught)
+
+
+def test_bench_into_a_folder_that_takes_no_file_is_refused_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is there may be read only, also for root."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
+    monkeypatch.setattr(sys.modules["matplotlib"], "__spec__", ModuleSpec("matplotlib", None))
+    caught = CliRunner().invoke(cli.app, ["bench", "--suite", "tiny", "--out", "/proc/self"]).exception
+    assert isinstance(caught, BadInput)
+    assert "'/proc/self' cannot be written" in str(caught)
 
 
 def test_bench_outside_a_checkout_says_where_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

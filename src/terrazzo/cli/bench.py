@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from terrazzo.cli.shared.written_files import writing
+from terrazzo.cli.shared.written_files import make_writable_folder
 from terrazzo.errors import BadInput
 
 __all__ = ["bench"]
@@ -52,8 +52,7 @@ def bench(
         raise BadInput(f"--cases has {', '.join(unknown)}; suite {suite} has: {', '.join(known)}.")
     if importlib.util.find_spec("matplotlib") is None:
         raise BadInput("The plot of a report needs matplotlib. The extra 'bench' has it (make bench installs it).")
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
+    make_writable_folder(out)
     record = module.run_suite(suite, chosen, shlex.join(["terrazzo", *sys.argv[1:]]))
     module.write(record, out)
     print(json.dumps(record) if as_json else module.markdown(record))

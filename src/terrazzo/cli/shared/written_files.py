@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,15 @@ from terrazzo.documents import write_json, write_yaml
 from terrazzo.errors import BadInput
 from terrazzo.files import replace_file
 
-__all__ = ["check_file", "refuse_other", "with_comments", "write_model", "write_output", "writing"]
+__all__ = [
+    "check_file",
+    "make_writable_folder",
+    "refuse_other",
+    "with_comments",
+    "write_model",
+    "write_output",
+    "writing",
+]
 
 WIDTH = 110
 
@@ -53,6 +62,18 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise BadInput(f"'{path}' cannot be written: {error.strerror or error}.") from error
+
+
+def make_writable_folder(folder: Path) -> None:
+    """Make the folder, if it is not there, and see that a file can be written into it.
+
+    Raises:
+        BadInput: it cannot.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 def write_output(path: Path, text: str) -> None:
