@@ -224,6 +224,19 @@ def test_the_page_has_every_field_of_a_record() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", fields, re.M)) == StepRecord.__annotations__.keys() - {"kind"}
 
 
+def test_no_number_is_shown_of_what_records_do_not_have() -> None:
+    """Of a script nobody knows bytes, nor when an exchange ended; on CUDA there are no times."""
+    of_script = record(10, {"all_reduce": {"n": 2.0, "exposed_s": 0.25, "late_s": 0.125}})
+    on_cuda = of_script | {"comm": {"dp gather": {"n": 2.0, "sent_bytes": 2.0**20}}}
+    for one, head, row in (
+        (of_script, ("n", "exposed s", "late s"), ("all_reduce", "2", "0.2500", "0.1250")),
+        (on_cuda, ("n", "MiB sent"), ("dp gather", "2", "1.00")),
+    ):
+        table = next(each for each in tables_of([one]) if each.title == "Exchanges of a step")
+        assert table.head == ("axis, kind", *head)
+        assert table.rows == [row]
+
+
 def test_an_edit_that_cannot_be_is_not_named() -> None:
     found = of([record(10, gathered(0.2))], settings(), lambda edit: edit != "plan.name=zero2")
     assert found.edit.text == "batch.micro_batch=4"

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from terrazzo import cli
 from terrazzo.errors import BadInput
 from terrazzo.processes.system import boot_id
-from terrazzo.telemetry import FlightRecorder, LiveRanks, has_ended, lines_of, rows_of, screen_of
+from terrazzo.telemetry import FlightRecorder, LiveRanks, has_ended, lines_of, rows_of, run_lines, screen_of
 from terrazzo.telemetry.log.records import GrowingLines
 from terrazzo.telemetry.steps.metrics import StepMetrics
 from tests.telemetry.test_verdict import record, settings, write_run
@@ -55,6 +55,18 @@ def test_a_screen_has_progress_log_steps_causes_and_ranks() -> None:
     assert "  rank 1           0 s\n" in text.replace("s  \n", "s\n")
     assert text.endswith("\n\ndata bounds the step")
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_what_is_left_counts_evaluations_and_saves_of_this_start_alone() -> None:
+    """40 steps of 2 s each, of which every tenth is followed by an evaluation of 30 s: 5 s a step in all."""
+    before = [logged(10, 5.0), record(10) | {"step_s": 900.0}, record(20) | {"step_s": 900.0}]
+    begun = {"kind": "begin", "step": 20, "ranks": 2}
+    now = [line for step in (30, 40, 50) for line in (logged(step, 4.0), record(step) | {"step_s": 5.0})]
+    now[1] |= {"step_s": 70.0}  # with what is done once
+    lines = [*before, begun, *now]
+    *_, thirty, forty, fifty = rows_of(lines, 100, 80)
+    assert [row.split("GiB")[1].strip() for row in (thirty, forty, fifty)] == ["2 min", "2 min", "4 min"]
+    assert shown(lines, steps=100).startswith("run · step 50 of 100 · 4 min left")
 
 
 def test_waits_of_less_than_a_hundredth_of_the_step_are_none() -> None:
@@ -218,6 +230,32 @@ def test_lines_that_no_run_writes_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in [*others, {"step": 3}, whole]))
     assert lines_of(path) == [whole]
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        record(30) | {"v": 2},
+        logged(30, 4.0) | {"loss": None},
+        {"kind": "validation", "step": 30, "loss": [4.0]},
+        {"kind": "sample", "step": 30},
+        {"kind": "restart", "step": 30, "number": 1},
+    ],
+)
+def test_what_another_version_has_written_is_left_out_and_said(
+    strange: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    texts = [json.dumps(line) + "\n" for line in [*LINES, strange]]
+    path.write_text("".join(texts) + '{"kind": "st')
+    assert run_lines(tmp_path) == LINES
+    assert f"Left out: 1 line of '{path}', which another version" in capsys.readouterr().err
+    path.write_text("".join(texts[:-1]) + '{"kind": "st')
+    assert run_lines(tmp_path) == LINES
+    assert not capsys.readouterr().err
+    path.write_text(texts[-1])
+    with pytest.raises(BadInput, match="This version cannot read 1 line"):
+        run_lines(tmp_path)
 
 
 def test_a_part_of_the_rows_has_the_columns_of_all() -> None:

@@ -635,6 +635,9 @@ def test_a_resume_with_nothing_left_changes_and_promises_nothing(
     said = capsys.readouterr().out
     assert "nothing left to do: step 4 of 4" in said
     assert "measured" not in said
+    assert "settings" not in said
+    assert trained(config_in(tmp_path, log={"every": 3})) == 0
+    assert "settings  no step was taken with log.every=3 (the run had " in capsys.readouterr().out
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
 
 

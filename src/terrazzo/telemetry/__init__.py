@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from terrazzo.telemetry.steps.memory import PeakMemory, allowed_bytes, available_host_bytes, resident_bytes
     from terrazzo.telemetry.steps.metrics import StepMetrics, Stopwatch
     from terrazzo.telemetry.steps.step_recorder import StepRecorder
+    from terrazzo.telemetry.steps.time_left import TimeLeft
     from terrazzo.telemetry.watchdog.live_ranks import LiveRanks
 else:
     __getattr__, __dir__ = lazily(__name__)
@@ -88,6 +89,7 @@ __all__ = [
     "Table",
     "Telemetry",
     "TensorBoard",
+    "TimeLeft",
     "Verdict",
     "advice_for",
     "allowed_bytes",

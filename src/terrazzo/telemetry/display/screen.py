@@ -12,6 +12,7 @@ from terrazzo.telemetry.log.records import restart_text, validation_text
 from terrazzo.telemetry.log.sinks import ENDS_OF_RUNS
 from terrazzo.telemetry.log.step_record import StepRecord
 from terrazzo.telemetry.steps.metrics import StepMetrics
+from terrazzo.telemetry.steps.time_left import TimeLeft
 
 __all__ = ["has_ended", "rows_of", "screen_of"]
 
@@ -46,13 +47,17 @@ def rows_of(lines: Lines, steps: int | None, width: int, *, first: int = 0, most
     if not known and steps is not None and not has_ended(lines):
         return []
     table = StepTable(last := steps or int(lines[-1]["step"]), known, width)
+    left_s, left = {}, TimeLeft()
+    for line in lines:
+        left.read(line)
+        if _is_log_step(line):
+            left_s[id(line)] = left.after(line["step"], last, line["step_s"])
     rows: list[str] = []  # from the newest on
     for line in reversed(lines[first:]):
         if len(rows) == most:
             break
         if _is_log_step(line):
-            metrics = _metrics(line)
-            rows.append(table.row(metrics, max(0, last - metrics.step) * metrics.step_s))
+            rows.append(table.row(_metrics(line), left_s[id(line)]))
         elif line["kind"] == "validation" and "loss" in line:
             rows.append(table.remark(line["step"], validation_text(line), f"{line['loss']:.4f}")[:width])
         elif line["kind"] == "restart":
@@ -115,7 +120,10 @@ def _heading(name: str, lines: Lines, records: Lines, steps: int | None, age_s: 
     if has_ended(lines):
         return " · ".join([*parts, "ended"])
     if records and steps:
-        parts.append(f"{duration(max(0, steps - done) * records[-1]['step_s'])} left")
+        left = TimeLeft()
+        for line in lines:
+            left.read(line)
+        parts.append(f"{duration(left.after(done, steps, records[-1]['step_s']))} left")
     parts.append(f"last record {duration(age_s)} ago")
     between_s = records[-1]["steps"] * records[-1]["step_s"] if records else 0.0
     if age_s > max(_PATIENCE_S, _LATE * between_s):
@@ -130,7 +138,9 @@ def _causes(record: StepRecord) -> str:
     shares = {name: seconds / whole for name, seconds in spent.items() if seconds >= _SHOWN * whole}
     wide = max(map(len, shares), default=0)
     bars = [f"  {name:<{wide}}  {share:>4.0%}  {_bar(share)}" for name, share in shares.items()]
-    return "\n".join([f"a step takes {whole:.3g} s", *bars])
+    steps = record["steps"]
+    newest = f"the last {steps} steps took {whole:.3g} s each" if steps > 1 else f"the last step took {whole:.3g} s"
+    return "\n".join([newest, *bars])
 
 
 def _ranks(record: StepRecord) -> str:

@@ -79,7 +79,7 @@ class StepTable:
         return self._line("step", [column.title for column in self._columns], "left")
 
     def row(self, metrics: StepMetrics, left_s: float) -> str:
-        """The row of a log step; `left_s`: seconds to the end of the run at this pace."""
+        """The row of a log step; `left_s`: seconds to the end of the run, as `TimeLeft` has them."""
         return self._line(str(metrics.step), [column.cell(metrics) for column in self._columns], duration(left_s))
 
     def remark(self, step: int, text: str, loss: str = "") -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from terrazzo.telemetry.flight.ring import Flight
@@ -62,20 +62,14 @@ def _of_parts(title: str, records: Records, field: StepParts) -> Table:
 
 
 def _of_exchanges(records: Records) -> Table:
+    """A row for each exchange, with a column for each number that records have of some."""
     keys = sorted({key for record in records for key in record.get("comm", {})})
-    timed = any("exposed_s" in row for record in records for row in record.get("comm", {}).values())
-    fields = ("total_s", "exposed_s", "late_s") if timed else ()
+    had = {name for record in records for row in record.get("comm", {}).values() for name in row}
+    columns = {name: column for name, column in _OF_EXCHANGES.items() if name in had}
     rows = [
-        (
-            key,
-            f"{mean_of(records, 'comm', key, 'n'):.4g}",
-            f"{mean_of(records, 'comm', key, 'sent_bytes') / 2**20:.2f}",
-            *(_number(mean_of(records, "comm", key, field)) for field in fields),
-        )
-        for key in keys
+        (key, *(column.cell(mean_of(records, "comm", key, name)) for name, column in columns.items())) for key in keys
     ]
-    names = ("total s", "exposed s", "late s") if timed else ()
-    return Table("Exchanges of a step", ("axis, kind", "n", "MiB sent", *names), rows)
+    return Table("Exchanges of a step", ("axis, kind", *(column.title for column in columns.values())), rows)
 
 
 def _of_memory(records: Records) -> Table:
@@ -106,3 +100,18 @@ def _titled(name: str) -> str:
 
 def _number(seconds: float) -> str:
     return f"{seconds:.4f}" if seconds < 1 else f"{seconds:.3f}"
+
+
+class _ExchangeColumn(NamedTuple):
+    title: str
+    cell: Callable[[float], str]
+
+
+_OF_EXCHANGES = {
+    "n": _ExchangeColumn("n", lambda count: f"{count:.4g}"),
+    "sent_bytes": _ExchangeColumn("MiB sent", lambda sent: f"{sent / 2**20:.2f}"),
+    "total_s": _ExchangeColumn("total s", _number),
+    "exposed_s": _ExchangeColumn("exposed s", _number),
+    "late_s": _ExchangeColumn("late s", _number),
+}
+"""Columns by the field of an `ExchangeRow`."""

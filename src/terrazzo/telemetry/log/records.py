@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from terrazzo.errors import BadInput
+from terrazzo.files import say_on_stderr
 from terrazzo.messages import counted
 from terrazzo.telemetry.log.run_folder import RunFolder
-from terrazzo.telemetry.log.step_record import StepRecord
+from terrazzo.telemetry.log.step_record import RECORD_VERSION, StepRecord
 
 __all__ = [
+    "STARTS",
     "GrowingLines",
     "all_steps_of",
     "lines_of",
@@ -39,26 +41,32 @@ def run_lines(run: Path) -> list[dict[str, Any]]:
     """
     path = RunFolder.of(run).metrics
     try:
-        lines = lines_of(path)
+        lines, strange = _parsed(path.read_bytes())
     except OSError as error:
         raise BadInput(
             f"'{path}' cannot be read ({error.strerror or error}): give the folder of a run, which `log.folder` names"
             " and where its metrics.jsonl is."
         ) from error
+    left_out = f"{counted(strange, 'line')} of '{path}', which another version of Terrazzo has written"
+    if not lines and strange:
+        raise BadInput(f"This version cannot read {left_out}: use that one.")
     if not lines:
         raise BadInput(f"'{path}' has no line of a run yet: wait for its first log step, or lower log.every.")
+    if strange:
+        say_on_stderr(f"Left out: {left_out}, and this one cannot read.")
     return lines
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """The file's lines, without incomplete ones, which a run leaves that is killed or writing, and without others that
-    no run writes.
+    no run of this version writes.
     """
-    return _parsed(path.read_bytes())
+    return _parsed(path.read_bytes())[0]
 
 
-def _parsed(content: bytes) -> list[dict[str, Any]]:
-    lines = []
+def _parsed(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The lines that can be read, and how many objects there are beside these."""
+    lines, strange = [], 0
     for line in content.splitlines():
         try:
             values = json.loads(line, parse_constant=_refuse)
@@ -66,7 +74,9 @@ def _parsed(content: bytes) -> list[dict[str, Any]]:
             continue
         if isinstance(values, dict) and _is_whole(values):
             lines.append(values)
-    return lines
+        else:
+            strange += 1
+    return lines, strange
 
 
 def _refuse(constant: str) -> None:
@@ -74,11 +84,23 @@ def _refuse(constant: str) -> None:
 
 
 def _is_whole(values: Mapping[str, Any]) -> bool:
-    """Whether a line has what all lines have, and a step record numbers where its time is, as readers count on."""
+    """Whether a line has what all lines have, and what readers count on in one of its kind."""
     if not isinstance(values.get("kind"), str) or type(values.get("step")) is not int:
         return False
-    numbers = (values.get("steps", 0), values.get("step_s", 0.0)) if values["kind"] == "step" else ()
-    return all(type(number) in (int, float) for number in numbers)
+    numbers, others = _READ_OF_KIND.get(values["kind"], ((), ()))
+    if not all(type(values.get(name, 0)) in (int, float) for name in numbers):
+        return False
+    return all(name in values for name in others) and values.get("v", RECORD_VERSION) == RECORD_VERSION
+
+
+_READ_OF_KIND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "train": (("loss",), ()),
+    "step": (("steps", "step_s"), ()),
+    "validation": (("loss", "accuracy", "bits_per_byte"), ()),
+    "sample": ((), ("text",)),
+    "restart": (("number", "most", "ranks"), ("number", "most", "ranks", "why")),
+}
+"""By kind: what is a number where it is there, and what has to be there."""
 
 
 class GrowingLines:
@@ -103,7 +125,7 @@ class GrowingLines:
         whole = content[: content.rfind(b"\n") + 1]
         self._end += len(whole)
         if whole:
-            self._lines = [*self._lines, *_parsed(whole)]
+            self._lines = [*self._lines, *_parsed(whole)[0]]
         return self._lines
 
 
@@ -127,7 +149,7 @@ def of_newest_start(lines: Iterable[Mapping[str, Any]], kind: str) -> list[dict[
     newest: list[dict[str, Any]] = []
     anew = False
     for line in lines:
-        if line["kind"] in _STARTS:
+        if line["kind"] in STARTS:
             anew = True
         elif line["kind"] == kind:
             newest, anew = [] if anew else newest, False
@@ -135,7 +157,7 @@ def of_newest_start(lines: Iterable[Mapping[str, Any]], kind: str) -> list[dict[
     return newest
 
 
-_STARTS = ("begin", "restart")
+STARTS = ("begin", "restart")
 """Kinds of lines that mark a start which continues a run."""
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-__all__ = ["ExchangeRow", "StepParts", "StepRecord"]
+__all__ = ["RECORD_VERSION", "ExchangeRow", "StepParts", "StepRecord"]
 
+RECORD_VERSION = 1
+"""Of the fields of a `StepRecord`: its `v`. Records of others are not read."""
 
 StepParts = Literal["cause_s", "phase_s"]
 """Fields that part a step: their seconds add up to it."""
 
 
 class ExchangeRow(TypedDict, total=False):
-    """One kind of exchange along one axis, per step. On CUDA there are no times; of a script no bytes."""
+    """One kind of exchange along one axis, per step. On CUDA there are no times; of a script no bytes, nor when an
+    exchange has ended that it does not wait for at once, so that `total_s` is not known.
+    """
 
     n: float
     sent_bytes: float

@@ -183,10 +183,9 @@ def _step_times(own: Sequence[TraceLine], arrived: Mapping[_ExchangeKey, float])
         for phase in PHASES:
             seconds[phase] += line["seconds"].get(phase, 0) / 1e9
             waited[phase] += line["waited"].get(phase, 0) / 1e9
-        for group, ordinal, kind, _, issued, start, end in line["waits"]:
+        for group, ordinal, kind, _, _, start, end in line["waits"]:
             times = data[group, kind]
             times.count += 1
-            times.total_s += (end - issued) / 1e9
             times.exposed_s += (end - start) / 1e9
             there = arrived.get((group, kind, ordinal), end if kind == "control" else start)
             times.late_s += max(0.0, min(end, there) - start) / 1e9

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 from terrazzo.engine import Engine
 from terrazzo.engine.instrumentation.times import Times
 from terrazzo.engine.runtime import device as devices
-from terrazzo.telemetry.log.step_record import ExchangeRow, StepRecord
+from terrazzo.telemetry.log.step_record import RECORD_VERSION, ExchangeRow, StepRecord
 from terrazzo.telemetry.steps.memory import PeakMemory
 
 __all__ = [
@@ -81,7 +81,7 @@ def time_fields(spent: StepTimes, steps: int, on_cuda: bool) -> StepRecord:
     """
     count = max(1, steps)
     fields = StepRecord(
-        v=1,
+        v=RECORD_VERSION,
         steps=steps,
         step_s=sum(spent.seconds.values()) / count,
         clock="host" if on_cuda else "all",
@@ -100,8 +100,8 @@ def compared_seconds(spent: StepTimes, steps: int, on_cuda: bool) -> dict[str, f
 
 
 def exchange_row(times: Times, steps: int, **known: float) -> ExchangeRow:
-    """Mean seconds of an exchange beside what else is `known` of it: a row of a record's `comm`."""
-    seconds = {"total_s": times.total_s, "exposed_s": times.exposed_s, "late_s": times.late_s}
+    """Mean seconds of waits for an exchange beside what else is `known` of it: a row of a record's `comm`."""
+    seconds = {"exposed_s": times.exposed_s, "late_s": times.late_s}
     return cast(ExchangeRow, known | {name: value / steps for name, value in seconds.items()})
 
 
@@ -204,7 +204,7 @@ class StepRecorder:
         count, sent = times.count / steps, times.sent_bytes / steps
         if self._on_cuda:
             return {"n": count, "sent_bytes": sent}
-        return exchange_row(times, steps, n=count, sent_bytes=sent)
+        return exchange_row(times, steps, n=count, sent_bytes=sent, total_s=times.total_s / steps)
 
 
 def _move(times: Mapping[tuple[str, str], Times], into: _Exchanges, axis: str | None = None) -> None:

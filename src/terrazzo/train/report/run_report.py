@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from terrazzo.checkpoint.series.partner_hosts import CopyResult
-from terrazzo.config import Config
+from terrazzo.config import Config, without_passwords
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, lost_a_rank
 from terrazzo.messages import counted
 from terrazzo.shell_command import terrazzo_command
-from terrazzo.telemetry import StepMetrics, Verdict, duration, restart_text
+from terrazzo.telemetry import StepMetrics, TimeLeft, Verdict, duration, restart_text
 from terrazzo.telemetry.log.records import validation_text
+from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.log.step_record import StepRecord
 from terrazzo.train.data.tokenizer import BYTES
 from terrazzo.train.model.head_loss import why_all_logits
@@ -26,7 +27,7 @@ from terrazzo.train.model.objectives import Validation
 from terrazzo.train.report.log_files import LogFiles
 from terrazzo.train.report.log_window import LogWindow
 from terrazzo.train.report.mesh_picture import mesh_picture
-from terrazzo.train.report.run_review import RunReview
+from terrazzo.train.report.run_review import RunReview, differing_settings
 from terrazzo.train.report.run_screen import RunScreen
 from terrazzo.train.report.summary import Pace, bytes_line, summarize
 from terrazzo.train.session.session import Session
@@ -51,6 +52,7 @@ class RunReport:
         self._last_validation: Validation | None = None
         self._last_sample = ""
         self._lacks_copy = False
+        self._left = TimeLeft()
 
     def lost(self) -> str | None:
         """A description of the log folder, if its files were moved or removed; else None. Only rank 0 looks."""
@@ -81,10 +83,11 @@ class RunReport:
         self._files.log("train", metrics.as_dict(), metrics.step)
         if load := self._window.load:
             self._files.log("experts", {name: list(each.counts) for name, each in load.items()}, metrics.step)
-        self._screen.log_step(metrics, (self._session.config.train.steps - self._session.step) * metrics.step_s)
+        self._screen.log_step(metrics, self._left.after(metrics.step, self._session.config.train.steps, metrics.step_s))
 
     def step_record(self, record: StepRecord) -> None:
-        """A step record; it goes into files only."""
+        """A step record; it goes into files only, and says how long the rest will take."""
+        self._left.take(record)
         self._files.log("step", record)
 
     def validation(self, validation: Validation | None) -> None:
@@ -240,6 +243,11 @@ class RunReport:
         at = f"step {session.step} of {session.config.train.steps} is in {session.checkpoints.folder}"
         self._screen.say("")
         self._screen.row("done", f"nothing left to do: {at}")
+        written = RunFolder(session.config.log.folder).settings()
+        asked = without_passwords(session.config.model_dump(mode="json"))
+        if written is not None and (others := differing_settings(written, asked)):
+            texts = ", ".join(f"{key}={now} (the run had {before})" for key, before, now in others)
+            self._screen.row("settings", f"no step was taken with {texts}")
         self._screen.row("anew", "another log.folder, or checkpoint.resume=never checkpoint.overwrite=true")
         self._say_how_to_go_on(finished=True)
 

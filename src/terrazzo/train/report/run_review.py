@@ -30,7 +30,7 @@ from terrazzo.train.report.rank_count import RankCount, sizing_of
 from terrazzo.train.report.summary import summary_lines
 from terrazzo.train.settings.plan import empty_rows
 
-__all__ = ["RunReview"]
+__all__ = ["RunReview", "differing_settings"]
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -135,11 +135,17 @@ class RunReview:
         settings, verdict = [review._folder.settings() for review in (self, other)], other.verdict()
         texts = {f"{VERDICT} of {other.run}": str(verdict)} if verdict is not None else {}
         if None not in settings:
-            one, theirs = (setting_texts(each or {}) for each in settings)
-            keys = [key for key in {**one, **theirs} if one.get(key) != theirs.get(key)]
-            lines = [f"{key}: {one.get(key)} | {theirs.get(key)}" for key in keys]
+            one, theirs = (each or {} for each in settings)
+            lines = [f"{key}: {here} | {there}" for key, here, there in differing_settings(one, theirs)]
             texts[f"Settings here, and of {other.run}"] = "\n".join(lines) or "the same"
         return texts
+
+
+def differing_settings(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, str | None, str | None]]:
+    """The settings that differ between two configurations: the key, and the text of each value."""
+    here, there = setting_texts(one), setting_texts(other)
+    keys = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+    return [(key, here.get(key), there.get(key)) for key in keys]
 
 
 def _summary(summary: Mapping[str, Any]) -> str:
