@@ -30,8 +30,8 @@ from tests.checkpoint.subject import State, build, differences, fast_folder, put
 from tests.helpers.threads import exclusive, run_in_threads
 
 FILES = ("manifest.json", "manifest.sha256", "rank-00000.safetensors", "rank-00001.safetensors")
-BITS = 3  # flipped in each region of each file, and ten times as many in the manifest and its seal
-LENGTHS = 8  # to which each file is cut
+BITS = 2  # flipped in each region of each file, and ten times as many in the manifest and its seal
+LENGTHS = 4  # to which each file is cut
 
 
 @pytest.fixture(scope="module")

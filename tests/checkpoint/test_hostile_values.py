@@ -42,7 +42,7 @@ from tests.checkpoint.forgery import (
 from tests.checkpoint.subject import differences, fast_folder, put, save, state_of
 from tests.helpers.threads import run_in_threads
 
-MUTANTS = 30  # manifests that hypothesis makes
+MUTANTS = 16  # manifests that hypothesis makes
 
 KEYS = [1] * 624
 NO_GENERATORS: dict[str, list[Any]] = {

@@ -94,21 +94,29 @@ def differences(model: nn.Module, expected: State) -> list[str]:
     return wrong
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
-    """A checkpoint of the plain run in each topology, and the plain run's state."""
-    folder = tmp_path_factory.mktemp("matrix")
-    model, optimizer = plain()
-    state = state_of(model, optimizer)
-    for plan, ranks in TOPOLOGIES:
+class Written:
+    """The plain run's state, and a checkpoint of it in each topology that is asked for."""
 
-        def body(rank: int, plan: str = plan, ranks: int = ranks) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.model, self.optimizer = plain()
+        self.state, self._folder = state_of(self.model, self.optimizer), folder
+
+    def by(self, plan: str, ranks: int) -> Path:
+        path = self._folder / f"{plan}-{ranks}"
+
+        def body(rank: int) -> None:
             own, own_optimizer = sharded(plan, ranks)
-            restore(Plain(state, optimizer), own, own_optimizer)
-            checkpoint.save(folder / f"{plan}-{ranks}", own, own_optimizer, {})
+            restore(Plain(self.state, self.optimizer), own, own_optimizer)
+            checkpoint.save(path, own, own_optimizer, {})
 
-        run_in_threads(ranks, body)
-    return folder, state
+        if not path.exists():
+            run_in_threads(ranks, body)
+        return path
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(tmp_path_factory.mktemp("matrix"))
 
 
 def axes(topology: tuple[str, int]) -> dict[str, object]:
@@ -120,16 +128,16 @@ def axes(topology: tuple[str, int]) -> dict[str, object]:
 @pytest.mark.parametrize("origin", TOPOLOGIES, ids="{0[0]}-{0[1]}".format)
 @pytest.mark.parametrize("target", TOPOLOGIES, ids="{0[0]}-{0[1]}".format)
 def test_every_topology_restores_every_other_to_the_bit(
-    target: tuple[str, int], origin: tuple[str, int], expected: tuple[Path, State]
+    target: tuple[str, int], origin: tuple[str, int], written: Written
 ) -> None:
-    (folder, state), (plan, ranks) = expected, target
+    state, path, (plan, ranks) = written.state, written.by(*origin), target
 
     def body(rank: int) -> list[str]:
         model, optimizer = sharded(plan, ranks)
         with torch.no_grad():
             for bucket in engine_of(model).buckets():
                 bucket.master.data.fill_(7.0)
-        checkpoint.load(folder / f"{origin[0]}-{origin[1]}", model, optimizer)
+        checkpoint.load(path, model, optimizer)
         wrong = differences(model, state)
         held = {(piece.name, piece.kind) for piece in ModelState(model).pieces()}
         assert ranks > 1 or held == {(name, kind) for name, kinds in state.items() for kind in kinds}
@@ -138,9 +146,8 @@ def test_every_topology_restores_every_other_to_the_bit(
     assert run_in_threads(ranks, body) == [[]] * ranks
 
 
-def test_one_to_seven_to_three_ranks(expected: tuple[Path, State], tmp_path: Path) -> None:
-    folder, state = expected
-    path = folder / "zero0-1"
+def test_one_to_seven_to_three_ranks(written: Written, tmp_path: Path) -> None:
+    state, path = written.state, written.by("zero0", 1)
     for count in (7, 3):
 
         def body(rank: int, path: Path = path, count: int = count) -> list[str]:

@@ -18,16 +18,17 @@ from terrazzo.engine import Precision, engine_of, estimate
 from terrazzo.errors import BadInput
 from tests.engine.offload import runs
 from tests.engine.parity import Case, axes, check, with_feature
-from tests.engine.test_sums_in_blocks import FEATURES, PLANS
+from tests.engine.test_sums_in_blocks import FEATURES, PLANS, SUMMED_OTHERWISE
 from tests.engine.toys import Net, on_ranks, train
+from tests.helpers.cover import mostly_long
 
 
 def sending(form: str = "int4", name: str = "bf16", **others: Any) -> Precision:
     return replace(Precision.named(name), quantized_reduce=form, error_feedback=True, **others)
 
 
-@pytest.mark.cover(strength=1, turns=2, case=axes)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.cover(strength=1, case=axes)
+@pytest.mark.parametrize("feature", mostly_long(FEATURES, *SUMMED_OTHERWISE))
 @pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["fp32", "bf16", "bf16-pure", "fp16"])
 @pytest.mark.parametrize("case", PLANS, ids=str)

@@ -376,12 +376,12 @@ class _Opened(dict[str, Any]):
 
 def test_loading_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     """Besides its shards a rank holds the tensor being read and little else."""
-    source = Net(64, 12)
+    source = Net(64, 6)
     save_file(source.state_dict(), tmp_path / "model.safetensors")
     whole_bytes = sum(p.nbytes for p in source.parameters())
     largest_bytes = max(p.nbytes for p in source.parameters())
     with torch.device("meta"):
-        base = Net(64, 12)
+        base = Net(64, 6)
     with fake_group(64), census():
         model, _ = tz.shard(base, None, "zero3")
         with safe_open(tmp_path / "model.safetensors", "pt") as file, PeakBytes() as peak:

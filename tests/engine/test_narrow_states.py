@@ -76,7 +76,7 @@ def test_every_plan_is_bitwise_the_single_process(case: Case, form: str, name: s
 @pytest.mark.parametrize("plan", ["zero3", "zero1"])
 @pytest.mark.parametrize("name", mostly_long([*OPTIMIZERS][1:], "AdamW fused amsgrad", "RAdam", "SGD", "Lion"))
 def test_every_optimizer_that_may_is_bitwise_the_single_process(name: str, plan: str, form: str) -> None:
-    check(Case(plan, 3, variant="unused", steps=4), form, name)
+    check(Case(plan, 3), form, name)
 
 
 @pytest.mark.cover(strength=1, turns=2)
@@ -153,14 +153,14 @@ def test_states_are_never_all_in_fp32(rounding: str) -> None:
     """A step takes the memory of one tile after the other, of 65,536 elements, and less than is counted for it."""
     kind = precision("int8") if rounding == "fp32" else replace(STOCHASTIC, rounding=rounding)
     with fake_group(1), census():
-        model = nn.Linear(1024, 1024, bias=False)
+        model = nn.Linear(512, 512, bias=False)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         model, optimizer = tz.shard(model, optimizer, "zero1", precision=kind)
-        model(torch.randn(2, 1024, dtype=kind.compute)).sum().backward()
+        model(torch.randn(2, 512, dtype=kind.compute)).sum().backward()
         held = live_bytes()
         with PeakBytes() as peak:
             optimizer.step()
-        assert 65_536 * 16 < peak.peak_bytes - held <= StateFormat.INT8.blocks.scratch_bytes(2**20, "cpu") == 2**16 * 32
+        assert 65_536 * 16 < peak.peak_bytes - held <= StateFormat.INT8.blocks.scratch_bytes(2**18, "cpu") == 2**16 * 32
 
 
 # -- saving and loading --------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_an_average_of_squares_follows_gradients_that_become_smaller(form: str) 
     generator, sizes = torch.Generator().manual_seed(0), torch.ones(1024)
     sizes[256:512], sizes[256] = 1e-4, 1.0
     kept = exact = torch.zeros(1024)
-    for t in range(3000):
+    for t in range(1500):
         if t == 500:
             sizes[::2] *= 0.2
             sizes[256] = 1.0
@@ -621,20 +621,20 @@ def test_a_remainder_is_in_the_bill_to_the_byte(plan: str) -> None:
 
 
 def test_small_updates_are_lost_by_rounding_to_the_nearest_alone() -> None:
-    """A weight of 1, from which each step takes a thirty-second of the distance to the next bf16 number below."""
+    """A weight of 1, from which each of 32 steps takes a thirty-second of what is between it and the next in bf16."""
 
     def body(rank: int, kind: tz.Precision) -> float:
         model: nn.Module = nn.Linear(64, 64, bias=False)
         nn.init.ones_(model.weight)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=2**-13, weight_decay=0.0)
         model, optimizer = tz.shard(model, optimizer, "zero3", precision=kind)
-        for _ in range(64):
+        for _ in range(32):
             model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         return full_parameters(model)["weight"].double().mean().item()
 
-    for rounding, wanted in (("nearest", 1.0), ("stochastic", 1 - 64 * 2**-13), ("remainder", 1 - 64 * 2**-13)):
+    for rounding, wanted in (("nearest", 1.0), ("stochastic", 1 - 32 * 2**-13), ("remainder", 1 - 32 * 2**-13)):
         kind = replace(STOCHASTIC, rounding=rounding)
         for found in on_ranks(2, lambda rank, kind=kind: body(rank, kind)):
             assert found == pytest.approx(wanted, abs=3e-4)

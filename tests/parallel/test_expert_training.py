@@ -102,9 +102,10 @@ MESHES = [
     *(Mesh(plan, 4, 2) for plan in GROUPED),
     *(Mesh(plan, 4, ep, tp=2) for plan in turned(WHOLE, 6) for ep in (2, 4)),
     *(Mesh(plan, 4, 4, cp=2) for plan in turned(WHOLE, 5)),
-    *(Mesh(plan, 8, 4, tp=2, cp=2) for plan in turned(WHOLE, 4)),
-    *(Mesh(plan, 8, 2, tp=2, cp=2) for plan in turned(GROUPED, 2)),
+    *(pytest.param(Mesh(plan, 8, 4, tp=2, cp=2), marks=pytest.mark.long) for plan in turned(WHOLE, 4)),
+    *(pytest.param(Mesh(plan, 8, 2, tp=2, cp=2), marks=pytest.mark.long) for plan in turned(GROUPED, 2)),
 ]
+"""Eight ranks, which share all at once: test_six_axes."""
 
 
 def shape(mesh: Mesh) -> dict[str, object]:
@@ -148,9 +149,13 @@ def compare(mesh: Mesh, precision: str, ranks: list[Any]) -> None:
 
 STAGED = [
     *(Mesh(plan, 4, 2, pp=2) for plan in WHOLE),
-    *(Mesh(plan, 8, ep, tp=2, pp=2) for plan in WHOLE for ep in (2, 4)),
-    *(Mesh(plan, 8, ep, cp=2, pp=2) for plan in WHOLE for ep in (2, 4)),
-    *(Mesh(plan, 8, 2, tp=2, pp=2) for plan in GROUPED),
+    *(
+        pytest.param(Mesh(plan, 8, ep, tp=tp, cp=3 - tp, pp=2), marks=pytest.mark.long)
+        for plan in WHOLE
+        for tp in (2, 1)
+        for ep in (2, 4)
+    ),
+    *(pytest.param(Mesh(plan, 8, 2, tp=2, pp=2), marks=pytest.mark.long) for plan in GROUPED),
 ]
 
 

@@ -205,7 +205,8 @@ def assert_equal(parts: dict[str, tuple[int, Tensor]], wholes: dict[str, Tensor]
         pytest.param(Case("zero3", chunks=2), marks=pytest.mark.long),
         pytest.param(Case("zero1", pp=4, micro_batches=6), marks=pytest.mark.long),  # tied: test_pipeline_tied
         pytest.param(Case("hybrid_shard", ranks=8), marks=pytest.mark.long),
-        Case("hpz", ranks=8),
+        pytest.param(Case("hpz", ranks=8), marks=pytest.mark.long),
+        Case("hpz", ranks=8, micro_batches=2),
         pytest.param(Case("zero3", pp=4, ranks=4, checkpointing="full"), marks=pytest.mark.long),
         Case("zero3", chunks=2, checkpointing="full", checkpoints_last=True),
         pytest.param(Case("shard_grad_op", frozen=("embedding", "head")), marks=pytest.mark.long),

@@ -81,7 +81,11 @@ def in_stages(frozen: Any, schedule: str, plan: str = "zero0") -> tuple[Any, Any
 
 @pytest.mark.parametrize(
     ("frozen", "schedule", "plan"),
-    [("nf4", "1f1b", "zero0"), ("nf4-double", "zero_bubble", "zero3"), (None, "gpipe", "zero2")],
+    [
+        ("nf4", "1f1b", "zero0"),
+        ("nf4-double", "zero_bubble", "zero3"),
+        pytest.param(None, "gpipe", "zero2", marks=pytest.mark.long),
+    ],
 )
 def test_stages_train_the_adapters_of_one_process(tmp_path: Path, frozen: str | None, schedule: str, plan: str) -> None:
     wanted, folder = trained(frozen), tmp_path / "adapter"

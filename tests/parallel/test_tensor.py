@@ -194,7 +194,7 @@ def check(case: Case) -> None:
         Case("zero2@cpu", tp=4, kv_heads=2),
         pytest.param(Case("zero3@cpu-all", tp=4, kv_heads=4, tied=False, sequence=False), marks=pytest.mark.long),
         pytest.param(Case("shard_grad_op", kv_heads=1, micro_batches=2, checkpointing="full"), marks=pytest.mark.long),
-        Case("hybrid_shard", tied=False, micro_batches=2),
+        pytest.param(Case("hybrid_shard", tied=False, micro_batches=2), marks=pytest.mark.long),
         Case("hpz", kv_heads=4, sequence=False, checkpointing="full"),
         Case("zero3", kv_heads=1, muon=True),
         pytest.param(Case("zero0", tp=4, kv_heads=4, muon=True), marks=pytest.mark.long),

@@ -207,8 +207,9 @@ MESHES = [
     *(Mesh(plan, 2, *axes) for plan in WHOLE for axes in ((1, 2), (2, 1))),
     *(Mesh(plan, 4, *axes) for plan in WHOLE for axes in ((1, 2), (2, 1), (2, 2))),
     *(Mesh(plan, 4, *axes) for plan in GROUPED for axes in ((1, 2), (2, 1))),
-    *(Mesh(plan, 8, 2, 2) for plan in (*WHOLE, *GROUPED)),
+    *(pytest.param(Mesh(plan, 8, 2, 2), marks=pytest.mark.long) for plan in (*WHOLE, *GROUPED)),
 ]
+"""Eight ranks, which share sequences and matrices beside stages and experts: test_six_axes."""
 
 
 def kind(mesh: Mesh) -> dict[str, object]:
@@ -232,8 +233,12 @@ def test_training_in_parts_is_training(
 
 STAGED = [
     *(Mesh(plan, 4, *axes, pp=2) for plan in WHOLE for axes in ((1, 2), (2, 1))),
-    *(Mesh(plan, 8, *axes, pp=2) for plan in WHOLE for axes in ((1, 2), (2, 1), (2, 2))),
-    *(Mesh(plan, 8, *axes, pp=2) for plan in GROUPED for axes in ((1, 2), (2, 1))),
+    *(
+        pytest.param(Mesh(plan, 8, *axes, pp=2), marks=pytest.mark.long)
+        for plans, every in ((WHOLE, ((1, 2), (2, 1), (2, 2))), (GROUPED, ((1, 2), (2, 1))))
+        for plan in plans
+        for axes in every
+    ),
 ]
 
 

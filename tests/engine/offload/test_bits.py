@@ -145,7 +145,7 @@ def test_accumulation_of_gradients_that_come_and_go(case: Case, tiers: str, loca
         pytest.param(
             Case("zero1", 2, variant="unused", precision="bf16"), "cpu-all", "backward", marks=pytest.mark.long
         ),
-        (Case("zero2", 2, precision="fp16"), "shares", "overlapped"),
+        pytest.param(Case("zero2", 2, precision="fp16"), "shares", "overlapped", marks=pytest.mark.long),
     ],
     ids=few_id,
 )
@@ -334,7 +334,7 @@ def both(case: Case, elsewhere: Case, loop: Callable[[Runner], None]) -> None:
     assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("tiers", TOGETHER)
+@pytest.mark.parametrize("tiers", mostly_long(TOGETHER, "all on nvme", "shares"))
 def test_clipped_gradients_to_which_others_are_added(tiers: str, tmp_path: Path) -> None:
     """Clipped away from the device, gradients are scaled once they are used: whatever comes before that sees it."""
 
