@@ -295,6 +295,34 @@ def test_ranks_that_share_other_sequences_are_told_by_a_mask_made_outside_of_a_c
     run_in_threads(2, on_rank)
 
 
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+def test_sequences_are_compared_in_each_forward_and_a_bad_position_is_named_on_every_rank(mode: str) -> None:
+    def on_rank(rank: int) -> str:
+        context = Context(dist.group.WORLD, mode)
+        with exclusive():
+            model = random_decoder()
+        share_sequences(model, context)
+        first, second = torch.zeros(1, 24, dtype=torch.int64), torch.full((1, 24), rank)
+        places = torch.arange(24).unsqueeze(0)
+        for number, tokens in enumerate([first, first, second, first, first]):
+            own, positions = context.split(tokens, places)
+            if number == 3 and rank:  # in the place of tokens that are there
+                positions += 30
+            if number == 2:
+                with pytest.raises(RanksApart, match="other sequences"):
+                    model(own, position_ids=positions)
+            elif number == 3:
+                with pytest.raises(Misuse) as caught:
+                    model(own, position_ids=positions)
+            else:
+                model(own, position_ids=positions)
+        return str(caught.value)
+
+    told = run_in_threads(2, on_rank)
+    assert "run ahead" in told[1]
+    assert ("run ahead" if mode == "ulysses" else "Rank 1, with which this one shares") in told[0]
+
+
 def test_a_model_must_be_told_which_part_it_is_given() -> None:
     def without_positions(context: Context) -> object:
         with exclusive():

@@ -246,6 +246,24 @@ def given(rows: int, values: float, by_name: bool, trains: bool = True) -> str:
     return "trained"
 
 
+def given_later(trains: bool) -> str:
+    mesh, rank = tz.mesh(tp=2, device="cpu"), torch.distributed.get_rank()
+    model = tz.parallelize(Dropping(0.0), mesh, tensor={"up": "colwise", "down": "rowwise"})
+    model, _ = tz.shard(model, None, "zero0", mesh=mesh)
+    with torch.set_grad_enabled(trains):
+        for values in (1.0, 2.0, 3.0 + rank):
+            try:
+                model.train(trains)(torch.full((2, 4, 8), values))
+            except tz.RanksApart as error:
+                return f"{values - rank:g}: {error}"
+    return "none"
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_they_are_compared_in_each_forward(pool: Pool, trains: bool) -> None:
+    assert all("3: The ranks along tp were given other inputs" in told for told in pool.run(given_later, trains))
+
+
 @pytest.mark.parametrize(
     ("rows", "values", "by_name", "trains", "found"),
     [

@@ -125,8 +125,12 @@ class AxisRanks:
 
     def agree_on(self, number: int) -> bool:
         """Whether all ranks have the same number, of 63 bits. Collective; the host waits for the other hosts."""
-        rows = self._collectives.gather_rows(torch.tensor([number], device=HOST))
-        return len(set(rows.flatten().tolist())) == 1
+        return len({own for (own,) in self.told([number])}) == 1
+
+    def told(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank, of 63 bits, in the order of ranks. Collective; the host waits for the others."""
+        rows: list[list[int]] = self._collectives.gather_rows(torch.tensor([*numbers], device=HOST)).tolist()
+        return rows
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """Send part r of `parts`, `[ranks, ...]`, to rank r. The result has the part that each rank sent here."""

@@ -1,4 +1,9 @@
-"""Fingerprints of a model's inputs, which ranks compare where all of them must have the same."""
+"""Fingerprints of a model's inputs, which ranks compare where all of them must have the same, and when they do.
+
+Ranks along `tp`, `cp` and `pp` must be given the same batches: else sums are wrong, without an error. On CPUs what
+batches hold is compared in every forward along `tp` and `cp`, in every step along `pp`, by one small message. On other
+devices, for which a host would have to wait, that is so the first time alone.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.private_torch import tree_flatten, tree_leaves
 
-__all__ = ["DRAWN_BY_DATA_RANK", "fingerprint_of", "form_fingerprint", "inputs_as_text", "values_fingerprint"]
+__all__ = [
+    "DRAWN_BY_DATA_RANK",
+    "compares_values",
+    "fingerprint_of",
+    "form_fingerprint",
+    "inputs_as_text",
+    "values_fingerprint",
+]
 
 DRAWN_BY_DATA_RANK = "drawn by data rank, mesh.get_local_rank('dp_shard'), and not by rank."
 """How to draw batches that are the same on several ranks: the end of an error's message."""
 
 _PLAIN = (bool, int, float, str, type(None))
+
+
+def compares_values(device: torch.device, before: bool) -> bool:
+    """Whether ranks compare what batches on a device hold now.
+
+    Args:
+        before: whether they have compared some of this kind.
+    """
+    return device.type == HOST.type or not before
 
 
 def form_fingerprint(inputs: Any) -> int:
@@ -54,7 +76,7 @@ def values_fingerprint(inputs: Any) -> int:
     fingerprint = 0
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor) and _is_looked_at(leaf):
-            flat = leaf.detach().cpu().contiguous().reshape(-1)
+            flat = leaf.detach().to(HOST).contiguous().reshape(-1)
             fingerprint = zlib.crc32(flat.view(torch.uint8).numpy().data, fingerprint)
     return fingerprint
 

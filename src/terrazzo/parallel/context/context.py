@@ -25,7 +25,7 @@ from terrazzo.given_numbers import is_count
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.attention_modes import Shared, gather_attention, ring_attention, ulysses_attention
 from terrazzo.parallel.context.chunks import Balance, Chunks
-from terrazzo.parallel.context.document_places import DocumentPlaces
+from terrazzo.parallel.context.document_places import DocumentPlaces, Documents
 from terrazzo.parallel.context.mode_rules import Mode, check_heads, check_names, check_window
 from terrazzo.parallel.context.same_sequences import SameSequences
 from terrazzo.parallel.exchanges import AxisRanks
@@ -69,7 +69,7 @@ class Context:
         self.chunks = Chunks(self.ranks.size, cast(Balance, balance))
         self.rank, self.size, self._tp = self.ranks.rank, self.ranks.size, tp
         self._is_split = True
-        self._same = SameSequences(self.ranks, skips=self.is_simulated)
+        self._same = SameSequences(self.ranks, skips=self.is_simulated or self.size == 1)
         self._places = DocumentPlaces(self.ranks, self.chunks, gathers=mode == "ulysses")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -80,14 +80,16 @@ class Context:
         """This rank's part of each tensor, `[B, T, ...]`: `[B, T / ranks, ...]`.
 
         Shift targets before the split: the token after the last one of a chunk is another rank's. What the ranks give
-        in the first call is compared as the first mask is made, or the first attention begins, which raise
-        `RanksApart` where it differs. In graphs of a compiler nothing is compared: of blocks that are compiled, their
+        is compared as the first mask is made, or the first attention begins, which raise `RanksApart` where it
+        differs; on a CPU in each forward of a model, what this thread has split since the last
+        one. In graphs of a compiler nothing is compared: of blocks that are compiled, their
         masks are made outside; compiled as a whole, the model is given what the caller has compared.
 
         Raises:
             BadInput: T does not divide into chunks.
         """
-        self._same.note(whole)
+        if self.is_split:
+            self._same.note(whole)
         return tuple(self.chunks.split(each, self.rank) for each in whole)
 
     def positions(self, tokens: Tensor) -> Tensor:
@@ -105,7 +107,10 @@ class Context:
         Raises:
             BadInput: T does not divide into chunks; positions that are on a device.
         """
-        return self._places.place(positions, device, self.is_split)
+        placed = self._places.place(positions, device, self.is_split)
+        if self.is_split:
+            self._same.note([positions])
+        return placed
 
     def place_prefix(self, prefix: Tensor, device: torch.device) -> Tensor:
         """As `place`, for the lengths of prefixes: int64 `[B, T]` in host memory, of which each rank gets its part."""
@@ -117,6 +122,7 @@ class Context:
         `share_sequences` has models call it, and `end_forward`.
         """
         if not torch.compiler.is_compiling():
+            self._same.begin_forward()
             self._places.begin_forward()
 
     def end_forward(self) -> None:
@@ -155,7 +161,8 @@ class Context:
         stride: int | None = None,
         prefix: Tensor | None = None,
     ) -> AttentionMask:
-        """What this rank's tokens see. Collective the first time, and under `ulysses` once in a model's forward.
+        """What this rank's tokens see. Collective the first time, and once in a model's forward on a CPU and under
+        `ulysses`.
 
         The host reads positions and prefix once, and waits for their device unless they are from `place` and
         `place_prefix`. The mask is kept for as long as the positions are, where there is no prefix; under `ulysses`,
@@ -174,7 +181,7 @@ class Context:
             Misuse: no positions, or impossible ones, of parts of sequences; an impossible prefix.
             BadInput: the tokens are no whole chunks; a window or stride below 1; a window under `ring`; a stride
                 without a window, or a prefix with one.
-            RanksApart: on every rank, the first time, where `split` was given other sequences on some.
+            RanksApart: on every rank, where it is collective and `split` was given other sequences on some.
         """
         for what, count in (("window", window), ("stride", stride)):
             if count is not None and not is_count(count):
@@ -189,15 +196,23 @@ class Context:
                 " nothing of itself: give one of the two."
             )
         self.check_positions(positions)
-        if self.is_split and positions is not None:
-            self._same.compare()
-            self._check_parts(positions, tokens, window)
-        if prefix is not None and prefix.shape[1] != tokens:
-            raise Misuse(
-                f"The model was given {tokens} tokens of each sequence and prefix lengths of {prefix.shape[1]}: split"
-                " both with context.split(tokens, prefix)."
-            )
-        return self._places.of(positions, prefix, tokens, self.is_split).mask(window, stride)
+        documents = self._same_documents if self.is_split and positions is not None else self._documents_of
+        return documents(positions, prefix, tokens, window).mask(window, stride)
+
+    def _same_documents(
+        self, positions: Tensor | None, prefix: Tensor | None, tokens: int, window: int | None
+    ) -> Documents:
+        """The documents of parts of sequences, which all ranks can read, or none does."""
+        if self.mode != "ulysses":
+            return self._same.agreed(positions, lambda: self._documents_of(positions, prefix, tokens, window))
+        self._same.agreed(positions, lambda: self._check_parts(positions, prefix, tokens, window))
+        return self._documents_of(positions, prefix, tokens, window)  # of what is gathered: all refuse the same
+
+    def _documents_of(
+        self, positions: Tensor | None, prefix: Tensor | None, tokens: int, window: int | None
+    ) -> Documents:
+        self._check_parts(positions, prefix, tokens, window)
+        return self._places.of(positions, prefix, tokens, self.is_split)
 
     def attend(  # structure: what attention takes
         self,
@@ -234,7 +249,7 @@ class Context:
             mask = mask.of_unknown()
         if not self.is_split:
             return gather_attention(query, key, value, Shared(None, Chunks(1), tokens), mask, scale)
-        self._same.compare()
+        self._same.compare_first()
         if self.mode == "ulysses":
             self.check_heads(query.shape[1] * self._tp)
         shared = Shared(self.ranks.labelled(Label(Purpose.ACTIVATIONS, layer)), self.chunks, tokens * self.size)
@@ -288,11 +303,17 @@ class Context:
                 " context.positions(...) gives; where every rank has whole sequences, call it inside context.unsplit()."
             )
 
-    def _check_parts(self, positions: Tensor, tokens: int, window: int | None) -> None:
-        if positions.shape[1] != tokens:
+    def _check_parts(self, positions: Tensor | None, prefix: Tensor | None, tokens: int, window: int | None) -> None:
+        if self.is_split and positions is not None:
+            if positions.shape[1] != tokens:
+                raise Misuse(
+                    f"The model was given {tokens} tokens of each sequence and positions of {positions.shape[1]}:"
+                    " split both with context.split(tokens, positions)."
+                )
+            self.check_window(window)
+            self.chunks.check(tokens * self.size)
+        if prefix is not None and prefix.shape[1] != tokens:
             raise Misuse(
-                f"The model was given {tokens} tokens of each sequence and positions of {positions.shape[1]}: split"
-                " both with context.split(tokens, positions)."
+                f"The model was given {tokens} tokens of each sequence and prefix lengths of {prefix.shape[1]}: split"
+                " both with context.split(tokens, prefix)."
             )
-        self.check_window(window)
-        self.chunks.check(tokens * self.size)

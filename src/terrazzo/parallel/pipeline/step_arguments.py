@@ -17,6 +17,7 @@ from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
 from terrazzo.parallel.input_fingerprints import (
     DRAWN_BY_DATA_RANK,
+    compares_values,
     form_fingerprint,
     inputs_as_text,
     values_fingerprint,
@@ -65,7 +66,7 @@ def compare_stages(axes: Axes, links: StageLinks, read: Callable[[], StepArgumen
     except Exception as error:
         problem = error
         failures.leave(error)
-    looks = axes.device.type == HOST.type or not messages.values_compared
+    looks = compares_values(axes.device, messages.values_compared)
     rows = [_row(inputs, looks) for inputs in own.inputs]
     (low,), (high,) = _ends(axes, [form_fingerprint(rows)])
     numbers = [len(rows), int(torch.is_grad_enabled()), own.denominator, int(own.has_auxiliary)]

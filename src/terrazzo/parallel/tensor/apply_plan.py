@@ -22,7 +22,7 @@ from terrazzo.parallel.tensor.float8_scales import share_scales
 from terrazzo.parallel.tensor.gradient_parts import GradientParts
 from terrazzo.parallel.tensor.linear_forwards import compute_rows, sum_outputs
 from terrazzo.parallel.tensor.module_hooks import enter, gather_outputs, split_inputs
-from terrazzo.parallel.tensor.same_inputs import SameInputs, SameRandomStates
+from terrazzo.parallel.tensor.same_inputs import SameDraws, SameInputs, SameRandomStates
 from terrazzo.parallel.tensor.sequence_split import SequenceSplit, split_between
 from terrazzo.parallel.tensor.styles import Colwise, Embedding, Enter, Logits, Rowwise, Style
 from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
@@ -76,6 +76,8 @@ def _add_exchanges(cuts: TensorCuts) -> None:
     for name in _cut_attributes(cuts):
         watch_states(cuts.model.get_submodule(name), name)
     watch_first_forwards(cuts.model, _watches(cuts))
+    if not cuts.ranks.is_simulated:
+        cuts.model.register_forward_pre_hook(SameInputs(cuts.ranks), prepend=True, with_kwargs=True)
 
 
 def _parts_and_sums(cuts: TensorCuts, name: str) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -151,8 +153,8 @@ def _watches(cuts: TensorCuts) -> list[BuildWatch]:
     direct_use = DirectUse(_cut_attributes(cuts), used_in_part, users, _summed_attributes(cuts))
     if cuts.ranks.is_simulated:
         return [direct_use]
-    inputs = SameInputs(cuts.ranks, compares_states=not has_dropout(cuts.model))
-    return [inputs, _gradient_parts(cuts), direct_use]
+    draws = [] if has_dropout(cuts.model) else [SameDraws(cuts.ranks)]
+    return [*draws, _gradient_parts(cuts), direct_use]
 
 
 def _gradient_parts(cuts: TensorCuts) -> GradientParts:

@@ -6,39 +6,61 @@ The ranks' parts of an output are added up. If ranks saw different data, the sum
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from terrazzo.engine import inside_backward
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
-from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, fingerprint_of, inputs_as_text
+from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, compares_values, fingerprint_of, inputs_as_text
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 from terrazzo.parallel.tensor.dropout import random_states
 from terrazzo.parallel.tensor.first_forwards import ForwardWatch
 
-__all__ = ["SameInputs", "SameRandomStates"]
-
-
-@dataclass(frozen=True)
-class SameInputs:
-    """Builds a watch of a forward, which raises `RanksApart` on every rank where inputs differ.
-
-    Attributes:
-        compares_states: random states are compared too, if a training forward draws numbers.
-    """
-
-    ranks: TensorRanks
-    compares_states: bool
-
-    def __call__(self, model: nn.Module) -> ForwardWatch:
-        trains = model.training and torch.is_grad_enabled()
-        return _Inputs(self.ranks, self.compares_states and trains)
+__all__ = ["SameDraws", "SameInputs", "SameRandomStates"]
 
 
 @dataclass
-class _Inputs(ForwardWatch):
+class SameInputs:
+    """A hook before each forward of a model, which raises `RanksApart` on every rank where inputs differ.
+
+    Attributes:
+        compared: the kinds of forwards whose inputs have been compared: in training or not, with gradients or without.
+    """
+
+    ranks: TensorRanks
+    compared: set[tuple[bool, bool]] = field(default_factory=set)
+
+    def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if torch.compiler.is_compiling() or inside_backward():
+            return
+        kind, first = (model.training, torch.is_grad_enabled()), next(model.parameters(), None)
+        if not compares_values(HOST if first is None else first.device, kind in self.compared):
+            return
+        inputs = [args, dict(kwargs)]
+        if not self.ranks.agree_on(fingerprint_of(inputs)):
+            raise RanksApart(
+                f"The ranks along tp were given other inputs (here {inputs_as_text(inputs)}), and have parts of the "
+                f"same matrices: give all of them the same batches, {DRAWN_BY_DATA_RANK}"
+            )
+        self.compared.add(kind)
+
+
+@dataclass(frozen=True)
+class SameDraws:
+    """Builds a watch of a training forward, which raises `RanksApart` on every rank where it draws other numbers."""
+
+    ranks: TensorRanks
+
+    def __call__(self, model: nn.Module) -> ForwardWatch | None:
+        return _Draws(self.ranks) if model.training and torch.is_grad_enabled() else None
+
+
+@dataclass
+class _Draws(ForwardWatch):
     """One forward.
 
     Attributes:
@@ -46,21 +68,14 @@ class _Inputs(ForwardWatch):
     """
 
     ranks: TensorRanks
-    compares_states: bool
     begun: int = 0
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        inputs = [args, dict(kwargs)]
-        if not self.ranks.agree_on(fingerprint_of(inputs)):
-            raise RanksApart(
-                f"The ranks along tp were given other inputs (here {inputs_as_text(inputs)}), and have parts of the "
-                f"same matrices: give all of them the same batches, {DRAWN_BY_DATA_RANK}"
-            )
         self.begun = random_states()
 
     def succeed(self) -> None:
         is_drawn = self.begun != random_states()
-        if self.compares_states and not self.ranks.agree_on(self.begun if is_drawn else 0):
+        if not self.ranks.agree_on(self.begun if is_drawn else 0):
             raise RanksApart(_APART_STATES)
 
 
