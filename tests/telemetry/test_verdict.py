@@ -20,11 +20,11 @@ from terrazzo import cli
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import Verdict, lines_of, page_of, steps_of, verdict_of
-from terrazzo.telemetry.display.bounds import BOUNDS
-from terrazzo.telemetry.display.edits import edit_for
 from terrazzo.telemetry.display.tables import tables_of
 from terrazzo.telemetry.log.step_record import StepRecord
 from terrazzo.telemetry.steps.step_recorder import TIME_CAUSES
+from terrazzo.telemetry.verdict.bounds import BOUNDS
+from terrazzo.telemetry.verdict.edits import edit_for
 from terrazzo.train.report import run_review
 from tests.helpers.processes import Pool
 from tests.telemetry.test_steps import trained

@@ -57,7 +57,7 @@ INNER_LAYERS = {
         *("caching", "model", "machine", "setup", "layout", "figures", "memory", "traffic", "timing", "gate"),
         *("report", "assemble", "choice", CORE, ""),
     ),
-    "telemetry": ("log", "steps", "flight", "display", "watchdog", "profiling", CORE, ""),
+    "telemetry": ("log", "steps", "flight", "verdict", "display", "watchdog", "profiling", CORE, ""),
     "train": (
         *("settings", "data", "model", "checkpoints", "planning", "preflight", "session", "steps", "report"),
         *("calibration", CORE, ""),

@@ -2,11 +2,12 @@
 
 Each folder imports only from those above it in this list; `attachment` imports from all:
 
-    log         what a run writes into its folder, and how it is read back
-    steps       what is measured in a step
-    flight      the flight recorder: what each rank did last, exchange by exchange
-    display     a run's records as a verdict, tables, a screen of text and a page
-    watchdog    finds ranks that stand still, says why, and ends them
+    log         records: what a run writes into its folder, and how it is read back
+    steps       measures: the time and the memory of a step
+    flight      records too: what each rank did last, exchange by exchange
+    verdict     judges: what bounds a step, and which edit helps
+    display     shows: tables, a screen of text, pictures and a page
+    watchdog    warns: finds ranks that stand still, says why, and ends them
     profiling   measures a training script that does not use Terrazzo
     attachment  `attach`: all of this for a training loop that is not the trainer's
 
@@ -21,8 +22,8 @@ The way of a measurement, from the step to the file and back:
    other loops ranks exchange nothing for a record, and it has no `skew`.
 4. On rank 0 `log.sinks.JsonLines.log("step", number, record)` writes it as a line of `metrics.jsonl`, in the folder
    whose files `log.run_folder.RunFolder` names; `TensorBoard` does the same for event files.
-5. `log.records` reads the lines back, and `display` turns them into a verdict, tables, the screen of `terrazzo watch`
-   or report.html.
+5. `log.records` reads the lines back; `verdict` says of them what bounds the step, and `display` turns them into
+   tables, the screen of `terrazzo watch` or report.html.
 
 A run of `terrazzo train` also writes lines of kind `train`, one for each row of its step table: the newest loss, and
 rates over the steps since the row before. `train.report.log_window.LogWindow` measures them, and its `row` returns them
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from terrazzo.telemetry.display.screen import has_ended, rows_of, screen_of
     from terrazzo.telemetry.display.step_table import StepTable, duration
     from terrazzo.telemetry.display.tables import Table, table_of_units, tables_of
-    from terrazzo.telemetry.display.verdict import Verdict, verdict_of
     from terrazzo.telemetry.flight.folder import FlightRecorder, flights_of, save_flight
     from terrazzo.telemetry.flight.trace import trace_of
     from terrazzo.telemetry.log.records import lines_of, of_newest_start, restart_text, run_lines, steps_of
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from terrazzo.telemetry.steps.metrics import StepMetrics, Stopwatch
     from terrazzo.telemetry.steps.step_recorder import StepRecorder
     from terrazzo.telemetry.steps.time_left import TimeLeft
+    from terrazzo.telemetry.verdict.verdict import Verdict, verdict_of
     from terrazzo.telemetry.watchdog.live_ranks import LiveRanks
 else:
     __getattr__, __dir__ = lazily(__name__)

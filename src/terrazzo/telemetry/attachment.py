@@ -14,13 +14,13 @@ from terrazzo.engine.instrumentation.recorder import SILENT
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import timeout_s, together
 from terrazzo.given_numbers import is_count, is_number
-from terrazzo.telemetry.display.verdict import Verdict, verdict_of
 from terrazzo.telemetry.flight.folder import FlightRecorder
 from terrazzo.telemetry.log.exit_note import forget_exit
 from terrazzo.telemetry.log.records import lines_of, steps_of
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.log.sinks import JsonLines, Sink, TensorBoard
 from terrazzo.telemetry.steps.step_recorder import StepRecorder
+from terrazzo.telemetry.verdict.verdict import Verdict, verdict_of
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.telemetry.watchdog.watched_rank import look_after
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from terrazzo.telemetry.display.bounds import BOUNDS
 from terrazzo.telemetry.log.records import mean_of
 from terrazzo.telemetry.log.step_record import StepParts, StepRecord
+from terrazzo.telemetry.verdict.bounds import BOUNDS
 
 __all__ = ["MARGIN", "PICTURE_STYLE", "WIDTH", "axes", "drawing", "step_picture"]
 

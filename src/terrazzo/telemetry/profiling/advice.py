@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.telemetry.display.bounds import BOUNDS
-from terrazzo.telemetry.display.edits import Advice
+from terrazzo.telemetry.verdict.bounds import BOUNDS
+from terrazzo.telemetry.verdict.edits import Advice
 
 __all__ = ["advice_for"]
 

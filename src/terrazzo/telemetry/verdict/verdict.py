@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from terrazzo.telemetry.display.bounds import BOUNDS
-from terrazzo.telemetry.display.edits import Admits, Advice, edit_for
 from terrazzo.telemetry.log.records import mean_of, mean_over_steps, of_these_ranks
 from terrazzo.telemetry.log.step_record import StepRecord
 from terrazzo.telemetry.steps.step_recorder import CAUSE_OF_KIND, PHASES
+from terrazzo.telemetry.verdict.bounds import BOUNDS
+from terrazzo.telemetry.verdict.edits import Admits, Advice, edit_for
 
 __all__ = ["Verdict", "verdict_of"]
 

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from terrazzo.telemetry.display.bounds import BOUNDS
+from terrazzo.telemetry.verdict.bounds import BOUNDS
 
 __all__ = ["Admits", "Advice", "edit_for"]
 
