@@ -38,6 +38,7 @@ __all__ = [
     "SwapFailed",
     "TerrazzoError",
     "lost_a_rank",
+    "says_all",
 ]
 
 
@@ -128,6 +129,11 @@ BY_NAME: dict[str, type[TerrazzoError]] = {
     name: each for name, each in globals().items() if isinstance(each, type) and issubclass(each, TerrazzoError)
 }
 """The classes of the error tree by name, for errors that other ranks report."""
+
+
+def says_all(error: BaseException) -> bool:
+    """Whether an error's message is enough, so that it is shown without a traceback."""
+    return isinstance(error, TerrazzoError) and error.says_all
 
 
 def lost_a_rank(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 import torch
 
-from terrazzo.errors import Misuse, TerrazzoError
+from terrazzo.errors import Misuse, says_all
 from terrazzo.processes.ending import Thread, require_own, start_thread
 
 __all__ = ["Job", "Worker", "again", "without_frames"]
@@ -41,7 +41,7 @@ def without_frames(error: BaseException) -> BaseException:
     An error whose message is enough has none.
     """
     copied = again(error)
-    if isinstance(error, TerrazzoError) and error.says_all:
+    if says_all(error):
         return copied
     copied.add_note("".join(["In a background thread:\n", *traceback.format_exception(error)]).rstrip())
     return copied

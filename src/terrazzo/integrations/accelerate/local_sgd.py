@@ -1,4 +1,8 @@
-"""Accelerate's `LocalSGD`, which is refused where a script makes it, and not in its first step."""
+"""Accelerate's `LocalSGD`, which is refused where a script makes it, and not in its first step.
+
+A script has the class from Accelerate itself, and its constructor is the one place that is given the Accelerator before
+any step: so the class is changed for the whole process. Accelerators of other classes are passed on as they are.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from terrazzo.config import without_passwords
-from terrazzo.errors import TerrazzoError
+from terrazzo.errors import says_all
 from terrazzo.exit_codes import FAILED, PREEMPTED
 from terrazzo.files import replace_file
 from terrazzo.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, LauncherPipe, Reporter
@@ -27,7 +27,7 @@ from terrazzo.launch.rank.scratch_folder import ScratchFolder
 from terrazzo.processes import tether
 from terrazzo.telemetry.log.torchrun_report import report_to_torchrun, torchrun_file
 
-__all__ = ["reporter_of", "says_all"]
+__all__ = ["reporter_of"]
 
 WATCH_EVERY_S = 0.5
 
@@ -45,11 +45,6 @@ def reporter_of(rank: int) -> Reporter:
     restarts, port = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("MASTER_PORT", "0")
     scratch = ScratchFolder(f"{job}-{step}-{restarts}-{port}")
     return SiblingReporter(rank, _folder_of_run(scratch.path, rank), scratch)
-
-
-def says_all(error: BaseException) -> bool:
-    """Whether an error's message is shown without a traceback."""
-    return isinstance(error, TerrazzoError) and error.says_all
 
 
 class SiblingReporter(Reporter):

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from terrazzo.config import without_passwords
-from terrazzo.errors import TerrazzoError, lost_a_rank
+from terrazzo.errors import TerrazzoError, lost_a_rank, says_all
 from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED, reason_of
 from terrazzo.launch.launcher_pipe import Failure, Milestone, Reporter, cause_of
-from terrazzo.launch.rank.failure_reporters import reporter_of, says_all
+from terrazzo.launch.rank.failure_reporters import reporter_of
 from terrazzo.launch.stopping.preemption import leave_note
 from terrazzo.messages import printable
 from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit, note_of_code

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.errors import BY_NAME, ConnectionLost
+from terrazzo.errors import BY_NAME, ConnectionLost, lost_a_rank
 
 __all__ = ["PATIENCE_S", "FailedElsewhere", "Failures", "LostRank", "broke_a_connection"]
 
@@ -156,7 +156,9 @@ def _store() -> dist.Store:
 
 
 def broke_a_connection(error: Exception) -> bool:
-    """Whether it says that a process at the other end has gone. gloo's errors have no class of their own."""
-    if isinstance(error, ConnectionError | dist.DistError):
+    """Whether an exchange with another rank has failed: that is lost, does not answer in time, or NCCL or the store
+    says so. What `lost_a_rank` knows is a part of it: of those, another rank has surely ended.
+    """
+    if lost_a_rank(error) or isinstance(error, ConnectionError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo/transport", "by peer"))
