@@ -77,6 +77,7 @@ READ = {
     "only for a command": "LR=1\nLR=2 torchrun train.py --lr $LR",
     "told to another shell": "export LR=1; bash -c 'torchrun train.py --lr $LR'",
     "all words of a declaration come first": "A=0; export A=1 B=$A; torchrun train.py --x $A --y $B",
+    "but for those of arrays": "A=(0); declare -a A=(1 2) B=($A 3); torchrun train.py --x ${A[@]} --y ${B[@]}",
     "in steps": "LR=1; cd . && torchrun train.py --lr $LR",
     "evaluated": "CMD='torchrun train.py --lr 1 --name \"a b\"'; eval $CMD",
     "lines joined in quotes": 'A=" \\\n --lr 1 \\\n --bf16"\ntorchrun train.py $A',

@@ -166,13 +166,14 @@ class ShellScript:
             self._command(rest, line, maybe)
 
     def _assign(self, assignments: list[str], line: int, maybe: bool) -> None:
-        """Assignments whose right sides are all read before the first is made."""
+        """Assignments whose right sides are all read before the first is made, but for those of arrays."""
         matches = [match for word in assignments if (match := _SET.fullmatch(word))]
         if maybe:
             self._lose([name for name, _, _ in map(re.Match.groups, matches)], line)
             return
-        values = [self.variables.read(match[3]) for match in matches]
-        for match, value in zip(matches, values, strict=True):
+        texts = {match: self.variables.read(match[3]) for match in matches if not match[3].startswith("(")}
+        for match in matches:
+            value = texts[match] if match in texts else self.variables.read(match[3])
             self.variables.set(match[1], value, more=bool(match[2]))
 
     def _declare(self, words: list[str], line: int, maybe: bool) -> None:
