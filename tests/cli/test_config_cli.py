@@ -408,7 +408,7 @@ def test_every_verb_reads_the_toml_of_torchtitan(titan: Path, tmp_path: Path) ->
     assert "shard_grad_op: weight D | between - | grad D | optim D" in explained.output
     checked = run("check", titan)
     assert "job" in checked.output
-    assert "gone with the command line" in " ".join(checked.output.split())
+    assert "job.dump_folder: today's word is dump_folder" in " ".join(checked.output.split())
     for suffix, words in ((".toml", "written as TOML"), (".sh", "Megatron-LM's arguments")):
         assert words in refused("convert", titan, "--to", "terrazzo", "--out", tmp_path / f"own{suffix}", "--partial")
     out = tmp_path / "own.yaml"

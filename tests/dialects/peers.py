@@ -69,7 +69,7 @@ def converted(source: str, target: str, document: dict[str, Any], **context: Any
 
 def findings_by_key(name: str, document: dict[str, Any], **context: Any) -> dict[str, Finding]:
     """Findings of the dialect itself, by key."""
-    findings = dialect(name).findings(document, reading(name, document, **context), ReadingContext(**context))
+    findings = dialect(name).findings(reading(name, document, **context), ReadingContext(**context))
     return {finding.key: finding for finding in findings}
 
 

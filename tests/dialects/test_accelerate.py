@@ -49,7 +49,7 @@ def values(description: Description, section: str, *names: str) -> list[Any]:
 
 
 def findings(document: dict[str, Any], level: str = "error") -> dict[str, str]:
-    own_findings = DIALECT.findings(document, DIALECT.read(document), NO_CONTEXT)
+    own_findings = DIALECT.findings(DIALECT.read(document), NO_CONTEXT)
     return {each.key: each.text for each in own_findings if each.level == level}
 
 

@@ -36,7 +36,7 @@ def _no_noise() -> Iterator[None]:
 
 def refusals(document: dict[str, Any]) -> list[str]:
     reading = DIALECT.read(document)
-    errors = [each.key for each in DIALECT.findings(document, reading, ReadingContext()) if each.level == "error"]
+    errors = [each.key for each in DIALECT.findings(reading, ReadingContext()) if each.level == "error"]
     return errors + [verdict.key for verdict in reading.verdicts if verdict.kind == "refused"]
 
 
@@ -219,7 +219,7 @@ def test_sizes_that_are_text_are_looked_at_as_numbers(size: Any) -> None:
 @pytest.mark.parametrize("word", ["SHARDED_STATE_DICT", "sharded_state_dict", 3, None])
 def test_shards_are_reported_by_any_word_for_them(word: Any) -> None:
     document = {**BASE, "fsdp_config": {"fsdp_version": 2, "fsdp_state_dict_type": word}}
-    found = DIALECT.findings(document, DIALECT.read(document), ReadingContext())
+    found = DIALECT.findings(DIALECT.read(document), ReadingContext())
     assert "fsdp_config.fsdp_state_dict_type" in {finding.key for finding in found}
 
 
@@ -230,5 +230,5 @@ def test_a_deepspeed_file_that_deepspeed_refuses_is_an_error(tmp_path: Path) -> 
     context = ReadingContext(folder=tmp_path)
     for halves, errors in ((("bf16",), 0), (("bf16", "fp16"), 1)):
         (tmp_path / "ds.json").write_text(json.dumps(inner | {half: {"enabled": True} for half in halves}))
-        found = list(DIALECT.findings(document, DIALECT.read(document, context), context))
+        found = list(DIALECT.findings(DIALECT.read(document, context), context))
         assert [finding.level for finding in found] == ["error"] * errors  # "auto" is filled in

@@ -54,7 +54,7 @@ def test_the_launcher_takes_what_is_written(description: Description, tmp_path_f
     if any(verdict.kind == "refused" for verdict in writing.verdicts):
         return  # without an axis that it has not, the rest need not make sense
     reading = DIALECT.read(document)
-    errors = [each for each in DIALECT.findings(document, reading, NO_CONTEXT) if each.level == "error"]
+    errors = [each for each in DIALECT.findings(reading, NO_CONTEXT) if each.level == "error"]
     assert not errors
     assert not [verdict for verdict in reading.verdicts if verdict.kind == "refused"]
 

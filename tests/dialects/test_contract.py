@@ -89,7 +89,7 @@ def assert_promises(source: Dialect, document: dict[str, Any], context: ReadingC
         assert verdict.kind in KINDS
         assert verdict.why or verdict.kind not in ("lossy", "refused"), verdict
     assert_sound(reading.description, set(verdicts))
-    list(source.findings(document, reading, context))
+    list(source.findings(reading, context))
     list(plan_words(reading.description))
     return reading
 

@@ -79,7 +79,7 @@ TOY = Dialect(
     recognises=lambda document: "verbose" in document,
     read=read_toy,
     write=write_toy,
-    findings=lambda document, reading, context: (),
+    findings=lambda reading, context: (),
     meaning_by=lambda key: "",
 )
 CARELESS = replace(TOY, name="careless", title="Careless", write=write_half_the_rate)
@@ -237,7 +237,7 @@ def test_the_targets_own_defaults_are_named() -> None:
 
 def test_what_holds_in_place_of_a_refused_setting_is_named() -> None:
     row = {f"sharding.{state}": Setting("S", "file", "stage") for state in ("weight", "between", "grad", "optim")}
-    reading = Reading(build("toy", row), (KeyVerdict("stage", 9, "applied"),))
+    reading = Reading(build("toy", row), (KeyVerdict("stage", 9, "applied"),), {"stage": 9})
     conversion = convert_reading(TOY, reading, OURS, NO_CONTEXT)
     assert kinds(conversion) == {"stage": "refused"}
     assert {verdict.key: verdict.value for verdict in conversion.added}["sharding.weight"] == "D"
@@ -342,7 +342,7 @@ def test_a_draft_forgets_nothing() -> None:
         "mesh.cp": Setting(1),
         "batch.global_batch": Setting(8, "derived"),
     }
-    draft = Draft(build("other", settings_by_path), "Toy", "toy")
+    draft = Draft(build("fsdp2", settings_by_path), "Toy", "toy")
     draft.copy("optimizer.lr", "a.lr")
     writing = draft.finish()
     assert writing.document == {"a": {"lr": 0.1}}
@@ -551,7 +551,7 @@ def test_what_is_sent_in_codes_is_named_on_the_page() -> None:
 def foreign(weight: str, compute: str, master: str, **more: Any) -> Description:
     dtypes = {"weight": weight, "compute": compute, "accumulate": "fp32", "master": master, "moments": "fp32"}
     rows = {f"sharding.{state}": Setting(str(place)) for state, place in Plan.named("zero3").places().items()}
-    return build("other", {**rows, **{f"precision.{name}": Setting(dtype) for name, dtype in dtypes.items()}, **more})
+    return build("fsdp2", {**rows, **{f"precision.{name}": Setting(dtype) for name, dtype in dtypes.items()}, **more})
 
 
 def test_another_library_keeps_a_narrow_weight_beside_its_master() -> None:
@@ -570,9 +570,9 @@ def test_upcasting_costs_less_on_more_ranks() -> None:
 def test_what_is_not_known_has_no_bytes() -> None:
     (cost,) = costs(foreign("loaded", "bf16", "fp32"), (8,))
     assert cost.bytes_per_parameter is None
-    (cost,) = costs(build("other", {}), (8,))
+    (cost,) = costs(build("fsdp2", {}), (8,))
     assert cost.bytes_per_parameter is None
-    assert precisions(build("other", {})).cells() == ["-"] * 7
+    assert precisions(build("fsdp2", {})).cells() == ["-"] * 7
 
 
 @pytest.mark.parametrize(
@@ -742,7 +742,7 @@ def test_check_is_silent_where_nothing_is_wrong(tmp_path: Path) -> None:
 def test_the_models_sizes_are_checked(tmp_path: Path) -> None:
     description = build("toy", {"mesh.tp": Setting(3, "file", "tp"), "mesh.pp": Setting(40, "file", "pp")})
     loaded = Loaded(tmp_path / "a.yaml", {}, "", "yaml")
-    findings = check(Understood(loaded, TOY, Reading(description, ()), ReadingContext(heads=32, layers=32)))
+    findings = check(Understood(loaded, TOY, Reading(description, (), {}), ReadingContext(heads=32, layers=32)))
     assert {finding.key for finding in findings} == {"tp", "pp"}
 
 
@@ -793,7 +793,7 @@ def test_extras_of_one_dialect_are_compared() -> None:
     assert compare(spelling, plainly) == []
     assert compare(described(1), described(1)) == []
     assert [difference.path for difference in compare(described(1), described(2))] == ["magic"]
-    assert compare(described(1), build("other", {}, (Extra("magic", 2),))) == []
+    assert compare(described(1), build("fsdp2", {}, (Extra("magic", 2),))) == []
 
 
 @pytest.mark.parametrize(

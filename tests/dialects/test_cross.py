@@ -62,7 +62,7 @@ def test_samples_are_of_their_dialect_and_right(name: str, label: str) -> None:
     reading = sample(name, label)
     assert [verdict for verdict in reading.verdicts if verdict.kind == "refused"] == []
     assert reading.description.row is not None
-    errors = [finding for finding in dialect(name).findings(document, reading, CONTEXT) if finding.level == "error"]
+    errors = [finding for finding in dialect(name).findings(reading, CONTEXT) if finding.level == "error"]
     assert errors == []
 
 
@@ -297,7 +297,7 @@ def test_a_state_on_two_tiers_goes_to_the_further_one_and_says_so(
 def test_a_place_of_no_tier_is_found_and_stops_no_conversion(tier: str) -> None:
     document = {"plan": {"weight": "D", "between": "D", "grad": "D", "optim": f"D@{tier}"}, "model": {"name": "gpt2"}}
     reading = read("terrazzo", document)
-    assert [finding.level for finding in OURS.findings(document, reading, CONTEXT)] == ["error"]
+    assert [finding.level for finding in OURS.findings(reading, CONTEXT)] == ["error"]
     for target in NAMES:
         convert_reading(OURS, reading, dialect(target), CONTEXT)
 

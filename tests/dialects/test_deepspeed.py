@@ -59,7 +59,7 @@ def values(description: Description, section: str, *names: str) -> list[Any]:
 
 
 def findings(document: dict[str, Any], context: ReadingContext = NO_CONTEXT) -> dict[str, str]:
-    return {each.key: each.level for each in DIALECT.findings(document, DIALECT.read(document, context), context)}
+    return {each.key: each.level for each in DIALECT.findings(DIALECT.read(document, context), context)}
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -364,7 +364,7 @@ def test_a_version_has_three_numbers_however_many_are_written() -> None:
     def found(version: str) -> list[str]:
         context = ReadingContext(versions={"deepspeed": version})
         document = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
-        return [finding.text for finding in DIALECT.findings(document, DIALECT.read(document, context), context)]
+        return [finding.text for finding in DIALECT.findings(DIALECT.read(document, context), context)]
 
     assert found("0.17") == found("0.17.0") == found("0.17+cu128") == []
     assert "0.16.0 may have others" in found("0.16")[0]

@@ -64,7 +64,7 @@ _OLD_FIELDS = {
 def refusals(document: dict[str, Any]) -> list[str]:
     """What the reader refuses or reports as an error."""
     reading = DIALECT.read(document)
-    findings = DIALECT.findings(document, reading, ReadingContext(world=1))
+    findings = DIALECT.findings(reading, ReadingContext(world=1))
     return [verdict.key for verdict in reading.verdicts if verdict.kind == "refused"] + [
         finding.key for finding in findings if finding.level == "error"
     ]

@@ -31,7 +31,7 @@ def values(description: Description, section: str, *names: str) -> list[Any]:
 
 
 def findings(document: dict[str, Any], context: ReadingContext = NO_CONTEXT) -> dict[str, str]:
-    return {each.key: each.level for each in DIALECT.findings(document, DIALECT.read(document, context), context)}
+    return {each.key: each.level for each in DIALECT.findings(DIALECT.read(document, context), context)}
 
 
 def zero(stage: int | str, **more: Any) -> dict[str, Any]:

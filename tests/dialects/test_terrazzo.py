@@ -536,7 +536,7 @@ def test_a_tier_that_is_none_is_found_wherever_it_stands() -> None:
     places = {"weight": "D", "between": "D", "grad": "D", "optim": "D@tape"}
     assert [
         "names the tier 'tape'" in finding.text
-        for finding in OURS.findings({"plan": places}, OURS.read({"plan": places}), ReadingContext())
+        for finding in OURS.findings(OURS.read({"plan": places}), ReadingContext())
     ] == [True]
     for document in (
         {"plan": "zero3@cpu:1.5"},

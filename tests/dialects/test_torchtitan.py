@@ -16,7 +16,7 @@ from terrazzo.dialects.core.description import Setting, build
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.formats.torchtitan.keys import KEYS
-from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.registry import dialect, recognise
 from terrazzo.dialects.verbs.convert import convert_reading
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.documents.dotted_keys import flatten
@@ -143,11 +143,88 @@ def test_gradients_are_reduced_in_fp32_only() -> None:
     assert "twice the traffic" in verdict.why
 
 
-@pytest.mark.parametrize(("key", "word"), [("optimizer.lr", "param_groups"), ("job.dump_folder", "dump_folder")])
-def test_keys_of_earlier_versions_are_explained(key: str, word: str) -> None:
-    outcome = verdicts("torchtitan", {**nested({key: 1}), "training": {"steps": 5}})[key]
-    assert outcome.kind == "refused"
-    assert word in outcome.why
+EARLIER: dict[str, Any] = {  # as presets of 0.1 and 0.2 are
+    "job": {"dump_folder": "./outputs", "description": "Llama 3 8B training"},
+    "profiling": {"enable_profiling": True, "profile_freq": 100},
+    "model": {"name": "llama3", "flavor": "8B", "tokenizer_path": "tokenizer.model", "converters": []},
+    "optimizer": {"name": "AdamW", "lr": 3e-4, "eps": 1e-8},
+    "lr_scheduler": {"warmup_steps": 200, "lr_min": 0.1},
+    "training": {"batch_size": 1, "seq_len": 8192, "max_norm": 1.0, "steps": 1000, "compile": True, "dataset": "c4"},
+    "parallelism": {
+        "data_parallel_shard_degree": -1,
+        "tensor_parallel_degree": 2,
+        "enable_async_tensor_parallel": True,
+    },
+    "checkpoint": {"enable_checkpoint": True, "interval": 500, "model_weights_only": False},
+    "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
+    "float8": {"filter_fqns": ["output"]},
+}
+
+
+def test_configurations_of_earlier_versions_are_translated() -> None:
+    assert recognise(EARLIER, "x").name == "torchtitan"
+    conversion = converted("torchtitan", "terrazzo", EARLIER, world=8)
+    assert not conversion.refused
+    document = conversion.document
+    assert document["batch"] == {"micro_batch": 1, "global_batch": 4, "sequence_length": 8192}
+    assert document["optimizer"]["options"] == {"betas": [0.9, 0.95], "eps": 1e-8}
+    assert (document["optimizer"]["lr"], conversion.after.value("optimizer.weight_decay")) == (3e-4, 0.1)
+    assert document["schedule"] == {"name": "linear", "warmup_steps": 200, "final_fraction": 0.1}
+    assert document["train"]["activation_checkpointing"] == "selective_half"
+    assert (document["train"]["compile"], document["checkpoint"]["every"]) == (True, 500)
+    assert conversion.after.value("precision.linears") == "compute"  # a section alone converts nothing
+    assert verdicts("torchtitan", {**EARLIER, "optimizer": {"lrr": 1}})["optimizer.lrr"].why.endswith("mean 'lr'?")
+
+
+def test_an_earlier_configuration_is_written_as_todays() -> None:
+    document = converted("torchtitan", "torchtitan", EARLIER).document
+    group = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    assert document["optimizer"]["param_groups"][0]["optimizer_kwargs"] == group
+    assert document["training"] == {"local_batch_size": 1, "seq_len": 8192, "max_norm": 1.0, "steps": 1000}
+    assert document["compile"] == {"enable": True, "enable_async_tensor_parallel": True}
+    assert document["activation_checkpoint"] == {"type": "SelectiveAC"}
+    again = verdicts("torchtitan", document).values()
+    assert {each.kind for each in again} == {"applied"}
+    one, other = described("torchtitan", EARLIER), described("torchtitan", document)
+    differing = {path for path, setting in one.items() if setting.value != other[path].value}
+    assert differing == {"training.loss_mean", "training.nonfinite"}
+
+
+@pytest.mark.parametrize(
+    ("section", "mode", "every"),
+    [
+        ({"mode": "none"}, "none", None),
+        ({"mode": "full", "selective_ac_option": "2"}, "full", None),
+        ({"mode": "selective"}, "every", 2),
+        ({}, "every", 2),
+        ({"selective_ac_option": 3}, "every", 3),
+        ({"selective_ac_option": "1"}, "full", None),
+        ({"mode": "memory_budget", "memory_budget": 0.3}, "selective", None),
+    ],
+)
+def test_what_earlier_versions_recompute(section: dict[str, Any], mode: str, every: int | None) -> None:
+    document = {"job": {"description": "x"}, "training": {"steps": 5}, "activation_checkpoint": section}
+    found = described("torchtitan", document)
+    assert found.value("activation_checkpointing.mode") == mode
+    assert found.value("activation_checkpointing.every") == every
+
+
+def test_whole_weights_of_earlier_versions_are_computed_with_under_autocast() -> None:
+    whole = {"data_parallel_replicate_degree": 8, "data_parallel_shard_degree": 1}
+    for parallelism, autocast, compute in (
+        (whole, True, "bf16"),
+        ({**whole, "tensor_parallel_degree": 2}, False, "fp32"),
+        ({}, False, "bf16"),
+    ):
+        found = described("torchtitan", {"job": {"description": "x"}, "parallelism": parallelism})
+        assert (found.value("precision.autocast"), found.value("precision.compute")) == (autocast, compute)
+
+
+@pytest.mark.parametrize(("version", "mean"), [("0.2.0", "micro_batches"), ("0.2.2", "tokens"), ("0.3.0", "tokens")])
+def test_what_the_loss_is_the_mean_over(version: str, mean: str) -> None:
+    document = {"training": {"steps": 5}}
+    assert described("torchtitan", document, versions={"torchtitan": version}).value("training.loss_mean") == mean
+    assert described("torchtitan", EARLIER).value("training.loss_mean") is None
 
 
 def test_a_degree_that_is_written_as_text_is_that_degree() -> None:
@@ -186,7 +263,7 @@ def test_ways_of_scaling_matrices(scale: str | None, kind: str) -> None:
 
 
 def test_a_recipe_that_is_no_word_is_refused() -> None:
-    document = {"float8": {"recipe_name": ["rowwise"]}}
+    document = {"model": {"converters": ["float8"]}, "float8": {"recipe_name": ["rowwise"]}}
     assert verdicts("torchtitan", document)["float8.recipe_name"].kind == "refused"
 
 
@@ -477,14 +554,28 @@ def test_float8_of_earlier_versions_is_how_linear_layers_multiply(section: str) 
     inside: dict[str, Any] = {
         "recipe_name": "rowwise", "filter_fqns": ["output", "router.gate"], "enable_fsdp_float8_all_gather": True,
     }  # fmt: skip
-    document: dict[str, Any] = inside
-    for name in reversed(section.split(".")):
-        document = {name: document}
+    document = {**nested({section: inside}), "model": {"converters": [section]}}
     conversion = converted("torchtitan", "terrazzo", document)
     assert conversion.document["precision"]["linears"] == "fp8-rowwise"
     assert conversion.document["precision"]["skip"] == ["*output*", "*router.gate*"]
     assert verdicts("torchtitan", document)[f"{section}.recipe_name"].kind == "renamed"
     assert_agrees_or_says("torchtitan", document)
+
+
+@pytest.mark.parametrize("section", [{}, {"filter_fqns": []}])
+def test_without_a_filter_heads_are_in_float8_too(section: dict[str, Any]) -> None:
+    document = {"float8": section, "model": {"converters": ["float8"]}}
+    assert described("torchtitan", document).value("precision.skip") == ()
+    assert converted("torchtitan", "terrazzo", document).document["precision"]["skip"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("mx", "refused"), ("quantize.grouped_mm.float8", "refused"), ("lora", "lossy")]
+)
+def test_other_converters_are_not_lost_in_silence(name: str, kind: str) -> None:
+    document = {"training": {"steps": 5}, "model": {"converters": [name]}}
+    (verdict,) = [each for each in converted("torchtitan", "terrazzo", document).verdicts if "model" in each.key]
+    assert verdict.kind == kind
 
 
 @pytest.mark.parametrize(
@@ -498,5 +589,5 @@ def test_float8_of_earlier_versions_is_how_linear_layers_multiply(section: str) 
     ],
 )
 def test_what_of_float8_is_other_here_is_said(inside: dict[str, Any], key: str, kind: str) -> None:
-    outcomes = verdicts("torchtitan", {"quantize": {"linear": {"float8": inside}}})
-    assert outcomes[f"quantize.linear.float8.{key}"].kind == kind
+    document = {"quantize": {"linear": {"float8": inside}}, "model": {"converters": ["quantize.linear.float8"]}}
+    assert verdicts("torchtitan", document)[f"quantize.linear.float8.{key}"].kind == kind

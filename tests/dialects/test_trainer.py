@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.formats.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS, FSDP_VERSION_1
 from terrazzo.dialects.registry import dialect
@@ -191,10 +191,30 @@ def test_hybrid_words_are_refused_under_either_version() -> None:
     assert described("trainer", older).row == "zero3"
 
 
-def test_gone_fields_are_explained() -> None:
-    outcomes = verdicts("trainer", {"output_dir": "x", "warmup_ratio": 0.1, "evaluation_strategy": "no"})
+FOUR = {"output_dir": "x", "max_steps": 100, "warmup_ratio": 0.1, "evaluation_strategy": "no", "logging_dir": "logs"}
+
+
+@pytest.mark.parametrize("more", [{}, {"warmup_steps": 0}, {"group_by_length": False, "save_safetensors": True}])
+def test_arguments_of_transformers_4_are_translated(more: dict[str, Any]) -> None:
+    document = {**FOUR, **more}
+    conversion = converted("trainer", "terrazzo", document)
+    assert conversion.document["schedule"]["warmup_steps"] == 10
+    assert not conversion.refused
+    outcomes = verdicts("trainer", document)
     assert "warmup_steps" in outcomes["warmup_ratio"].why
-    assert "eval_strategy" in outcomes["evaluation_strategy"].why
+    assert (outcomes["evaluation_strategy"].kind, outcomes["logging_dir"].kind) == ("renamed", "defaulted")
+    written = converted("trainer", "trainer", document).document
+    assert written == {"output_dir": "x", "max_steps": 100, "warmup_steps": 0.1, "eval_strategy": "no"}
+
+
+def test_of_two_words_for_the_warmup_steps_count() -> None:
+    found = described("trainer", {**FOUR, "warmup_steps": 7})
+    assert (found.value("schedule.warmup_steps"), found.value("schedule.warmup_fraction")) == (7, None)
+
+
+@pytest.mark.parametrize("key", ["group_by_length", "adafactor", "split_batches"])
+def test_what_transformers_5_says_elsewhere_is_not_lost(key: str) -> None:
+    assert verdicts("trainer", {**FOUR, key: True})[key].kind == "refused"
 
 
 def test_a_least_rate_that_is_null_leaves_it_to_its_share() -> None:
@@ -317,9 +337,9 @@ def test_a_fsdp_file_is_looked_at_as_the_section_would_be(tmp_path: Path) -> Non
     assert {finding.key for finding in named} == set(within)
 
 
-def _read(document: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Any, ReadingContext]:
+def _read(document: dict[str, Any], folder: Path) -> tuple[Reading, ReadingContext]:
     context = ReadingContext(folder=folder)
-    return document, dialect("trainer").read(document, context), context
+    return dialect("trainer").read(document, context), context
 
 
 def test_numbers_that_are_text_differ_from_a_field_as_numbers_do() -> None:
@@ -442,7 +462,7 @@ def test_what_training_arguments_raise_at_is_an_error(document: dict[str, Any], 
     except ValueError:
         raises = True
     outcome = reading("trainer", document)
-    found = {finding.level for finding in dialect("trainer").findings(document, outcome, ReadingContext())}
+    found = {finding.level for finding in dialect("trainer").findings(outcome, ReadingContext())}
     assert raises == ("error" in found or any(verdict.kind == "refused" for verdict in outcome.verdicts))
 
 

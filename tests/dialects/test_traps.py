@@ -162,7 +162,7 @@ def test_auto_is_hugging_faces_word() -> None:
     }
     reading = read_document(dialect("deepspeed"), document, ReadingContext())
     assert {v.key for v in reading.verdicts if v.kind == "defaulted"} >= {"train_micro_batch_size_per_gpu"}
-    findings = list(dialect("deepspeed").findings(document, reading, ReadingContext()))
+    findings = list(dialect("deepspeed").findings(reading, ReadingContext()))
     assert any("auto" in finding.text for finding in findings)
     description = described("deepspeed", document, trainer={"per_device_train_batch_size": 3})
     assert (description.value("batch.micro_batch"), description["batch.micro_batch"].origin) == (3, "auto")
@@ -224,3 +224,103 @@ def test_dead_keys_are_found_and_the_live_one_named(name: str, document: dict[st
     (verdict,) = [each for each in read_document(dialect(name), document).verdicts if each.key == key]
     assert verdict.kind in ("refused", "lossy")
     assert near in verdict.why
+
+
+# What a loss is the mean over, and what becomes of a step that is not finite: each library has it otherwise.
+
+
+MEANS: list[tuple[str, dict[str, Any], str | None]] = [
+    ("terrazzo", {"plan": "zero3"}, "tokens"),
+    ("trainer", {"output_dir": "x"}, "tokens"),
+    ("trainer", {"output_dir": "x", "average_tokens_across_devices": False}, "rank_tokens"),
+    ("trainer", {"output_dir": "x", "deepspeed": {"zero_optimization": {"stage": 2}}}, "tokens"),
+    ("megatron", {"micro-batch-size": 1}, "micro_batches"),
+    ("megatron", {"micro-batch-size": 1, "calculate-per-token-loss": True}, "tokens"),
+    ("deepspeed", {"train_micro_batch_size_per_gpu": 1}, None),
+]
+
+
+@pytest.mark.parametrize(("name", "document", "mean"), MEANS)
+def test_a_loss_is_a_mean_over_tokens_or_over_means(name: str, document: dict[str, Any], mean: str | None) -> None:
+    assert described(name, document).value("training.loss_mean") == mean
+    for target in ("terrazzo", "megatron", "trainer", "torchtitan", "deepspeed", "accelerate"):
+        conversion = converted(name, target, document)
+        same = conversion.after.value("training.loss_mean") == mean
+        outcomes = (*conversion.verdicts, *conversion.unsaid)
+        lost = any(each.key == "training.loss_mean" or "training.loss_mean" in each.why for each in outcomes)
+        lost |= any(each.kind == "lossy" and each.key.startswith(("average", "calculate")) for each in outcomes)
+        assert same or lost or mean is None or target == name, target
+
+
+BF16 = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+NONFINITE: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
+    ("deepspeed", BF16, {}, "skip"),
+    ("deepspeed", BF16, {"versions": {"deepspeed": "0.18.0"}}, "go_on"),
+    ("deepspeed", {**BF16, **UNCHECKED}, {}, "go_on"),
+    ("deepspeed", {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}}, {}, None),
+    ("megatron", {"micro-batch-size": 1, "bf16": True}, {}, "stop"),
+    ("megatron", {"micro-batch-size": 1, "bf16": True, "no-check-for-nan-in-loss-and-grad": True}, {}, "go_on"),
+    ("megatron", {"micro-batch-size": 1, "fp16": True}, {}, None),
+    ("trainer", {"output_dir": "x", "bf16": True}, {}, "go_on"),
+    ("torchtitan", {"training": {"steps": 5}}, {}, "stop"),
+    ("terrazzo", {"guard": {"action": "rollback"}, "checkpoint": {"every": 5}}, {}, "rollback"),
+]
+
+
+@pytest.mark.parametrize(("name", "document", "context", "word"), NONFINITE)
+def test_a_step_that_is_not_finite(
+    name: str, document: dict[str, Any], context: dict[str, Any], word: str | None
+) -> None:
+    assert described(name, document, **context).value("training.nonfinite") == word
+    for target in ("terrazzo", "megatron", "trainer", "torchtitan", "deepspeed"):
+        conversion = converted(name, target, document, **context)
+        kept = conversion.after.value("training.nonfinite") == word
+        outcomes = [each for each in (*conversion.verdicts, *conversion.unsaid) if each.kind == "lossy"]
+        keys = ("training.nonfinite", "bf16.check_grad_overflow", "no-check-for-nan-in-loss-and-grad", "guard.action")
+        lost = any(each.key in keys or "training.nonfinite" in each.why for each in outcomes)
+        assert kept or lost or word in (None, "go_on"), target
+
+
+def test_what_deepspeed_leaves_out_is_left_out_here() -> None:
+    document = converted("deepspeed", "terrazzo", BF16).document
+    assert document["guard"] == {"action": "skip"}
+    back = converted("terrazzo", "deepspeed", document).document
+    assert back["bf16"] == {"enabled": True, "check_grad_overflow": True}
+
+
+def test_what_is_written_for_a_loop_is_not_called_lost() -> None:
+    """Accelerate hands DeepSpeed clipping and accumulation, and FSDP recomputation: no loop has to say these."""
+    document = {**BF16, "gradient_accumulation_steps": 8, "gradient_clipping": 0.7}
+    conversion = converted("deepspeed", "accelerate", {**document, "zero_optimization": {"stage": 2}})
+    kinds = {each.key: each.kind for each in conversion.verdicts}
+    assert (kinds["gradient_accumulation_steps"], kinds["gradient_clipping"]) == ("renamed", "renamed")
+    recomputed = {"train": {"activation_checkpointing": "full"}, "plan": "zero3"}
+    kinds = {each.key: each.kind for each in converted("terrazzo", "accelerate", recomputed).verdicts}
+    assert kinds["train.activation_checkpointing"] == "renamed"
+
+
+@pytest.mark.parametrize("matrices", [{"momentum": 0.9}, {"ns_steps": 5}, {}])
+def test_defaults_of_muon_are_no_difference(matrices: dict[str, Any]) -> None:
+    document = {"optimizer": {"name": "Muon", "muon": matrices}, "batch": {"micro_batch": 1}}
+    conversion = converted("terrazzo", "megatron", document)
+    lost = [each for each in (*conversion.verdicts, *conversion.unsaid) if each.kind == "lossy"]
+    assert not [each for each in lost if "muon" in each.key or "options" in each.key]
+
+
+@pytest.mark.parametrize(
+    ("name", "document", "meant"),
+    [
+        ("deepspeed", {"zero_optimization": {"offload_optimizre": {"device": "cpu"}}}, "offload_optimizer.device"),
+        ("megatron", {"micro-batch-size": 1, "torchrun": {"nproc-per-noed": 8}}, "nproc-per-node"),
+        ("trainer", {"output_dir": "x", "accelerator_config": {"split_batchs": True}}, "split_batches"),
+        (
+            "lightning",
+            {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"weight_decya": 0.1}}},
+            "weight_decay",
+        ),
+    ],
+)
+def test_slips_at_any_depth_are_named_with_what_was_meant(name: str, document: dict[str, Any], meant: str) -> None:
+    refused = [each for each in read_document(dialect(name), document).verdicts if each.kind == "refused"]
+    assert [meant in each.why for each in refused] == [True]

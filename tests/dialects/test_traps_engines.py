@@ -120,7 +120,7 @@ def test_a_hugging_face_folder_from_shards_needs_a_new_torch(version: str, level
     document = {"training": {"steps": 10}, "checkpoint": {"enable": True, "last_save_in_hf": True}}
     context = ReadingContext(versions={"torch": version})
     reading = read_document(dialect("torchtitan"), document, context)
-    findings_there = dialect("torchtitan").findings(document, reading, context)
+    findings_there = dialect("torchtitan").findings(reading, context)
     assert {each.level for each in findings_there if each.key == "checkpoint.last_save_in_hf"} == (
         {level} if level else set()
     )

@@ -44,10 +44,12 @@ def split(key: str) -> list[str]:
 
 
 def put(document: dict[str, Any], key: str, value: Any) -> None:
-    """Set a key in place, and make the sections that it is in."""
+    """Set a key in place, and make the sections that it is in, in place of what is none."""
     *parents, last = split(key)
     for name in parents:
-        document = document.setdefault(name, {})
+        if not isinstance(document.get(name), dict):
+            document[name] = {}
+        document = document[name]
     document[last] = value
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from terrazzo.config import MuonConfig
 from terrazzo.dialects.core.description import TIER_PATHS, Description, Extra, asks_for_nothing
 from terrazzo.dialects.core.mesh import degrees
 
-__all__ = ["NVME_ONLY", "agree_on", "extras_by_key", "has_no_effect", "same_value"]
+__all__ = ["NVME_ONLY", "OF_MATRICES", "agree_on", "extras_by_key", "has_no_effect", "same_value"]
 
 NVME_ONLY = tuple(f"offload.{name}" for name in ("path", "buffers", "direct", "block_bytes", "depth", "digest"))
 """Settings that say how files are read and written."""
 
+OF_MATRICES = {f"muon.{key}": value for key, value in MuonConfig().model_dump().items() if value not in (None, [])}
+"""What Muon does with matrices where its options do not say it."""
 _OF_AXIS = {"parallel.schedule": "pp", "parallel.chunks": "pp", "parallel.sequence": "tp"}
 """Settings that say how the ranks of one axis work together."""
 
@@ -34,6 +37,8 @@ def same_value(path: str, one: Any, other: Any) -> bool:
     """Whether two values of a setting mean the same."""
     if asks_for_nothing(path, one) and asks_for_nothing(path, other):
         return True
+    if path == "optimizer.options":
+        one, other = ({**OF_MATRICES, **(value or {})} for value in (one, other))
     if path == "saving.export":  # a Hugging Face folder holds the full state dict
         return {one, other} <= {"full", "hf"}
     if isinstance(one, float | int) and isinstance(other, float | int):

@@ -79,12 +79,14 @@ class Reading:
     Attributes:
         description: what it means.
         verdicts: one for every key of the document.
+        document: as it was read; that of the description lacks what its library refuses.
         values: what each key says, by today's spelling and parsed as its row says, such as False for the word "false";
             None where that is nothing. A key without a row, or that is kept whatever it is, is as it stands.
     """
 
     description: Description
     verdicts: tuple[KeyVerdict, ...]
+    document: ConfigDocument
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -146,6 +148,10 @@ class Dialect:
         findings: combinations of keys that the library refuses, or takes otherwise than they look.
         meaning_by: what a key does, where the key's spelling in a document is not that of its row; None: see `meaning`.
         program: what a script of arguments starts; empty where the configuration is a file.
+        can_share: whether a number of ranks can share so many of something, by its name in `ReadingContext`; of what is
+            not here, as many libraries do.
+        fills_batches: a global batch need not be a multiple of what the ranks take at once.
+        one_copy: weights that are split as their masters are, and narrower, are no memory beside them.
     """
 
     name: str
@@ -155,9 +161,12 @@ class Dialect:
     recognises: Callable[[ConfigDocument], bool]
     read: ReadFunction
     write: WriteFunction
-    findings: Callable[[ConfigDocument, Reading, ReadingContext], Iterable[Finding]]
+    findings: Callable[[Reading, ReadingContext], Iterable[Finding]]
     meaning_by: Callable[[str], str] | None = None
     program: str = ""
+    can_share: Mapping[str, Callable[[int, int], bool]] = field(default_factory=dict)
+    fills_batches: bool = False
+    one_copy: bool = False
 
     def written(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         """A description as a document of this dialect; the very document where it was read from one."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from terrazzo.dialects.core.description import Extra, Setting, SettingOrigin, SettingsByPath, build
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading
@@ -27,8 +27,8 @@ from terrazzo.dialects.core.keys import (
     Type,
     row_of,
 )
-from terrazzo.documents.dotted_keys import flatten, without
-from terrazzo.messages import did_you_mean, shortened
+from terrazzo.documents.dotted_keys import flatten, put, without
+from terrazzo.messages import did_you_mean, nearest, shortened
 
 __all__ = ["Reader", "derived", "only_from_file"]
 
@@ -70,6 +70,8 @@ class Reader:
         self.verdicts: dict[str, KeyVerdict] = {}
         self.extras: list[Extra] = []
         self._parsed: dict[str, Any] = {}
+        self.known: list[str] = []
+        self.unknown, self.gone = "", cast("Mapping[str, str]", {})
         self._strangers = 0
         self.spelling = self._elected()
 
@@ -89,10 +91,14 @@ class Reader:
         winners = {name: self.winner(name, keys) for name, keys in spellings.items()}
         for key, value in self.flat.items():
             if (winner := winners[self.canonical(key)]) != key:
-                agrees = value in (None, self.flat[winner])
+                agrees = self.says_nothing(key) or value == self.flat[winner]
                 why = f"{winner} says it too{'' if agrees else ', and wins'}"
                 self.verdicts[key] = KeyVerdict(key, value, "renamed" if agrees else "refused", "", why)
         return winners
+
+    def says_nothing(self, key: str) -> bool:
+        """Whether a spelling that does not count asks for nothing."""
+        return self.flat[key] is None
 
     def __contains__(self, key: str) -> bool:
         """Whether the document has this key, under any of its spellings, or any below it."""
@@ -219,6 +225,7 @@ class Reader:
         settings: Mapping[str, Setting[Any]],
         known: Iterable[str] | None = None,
         unknown: str = "ignores it",
+        gone: Mapping[str, str] | None = None,
     ) -> Reading:
         """The reading, with a verdict for every key: what nobody has read is kept as its row says, or refused.
 
@@ -227,17 +234,17 @@ class Reader:
             settings: settings by path.
             known: the dialect's known keys, for the nearest one to a misspelt key; default: those of the rows.
             unknown: what the library does with a key that it does not know, after its name.
+            gone: keys that it has no longer, or sections of them, and the edit.
         """
         self.keep_rows()
-        names = list(self.keys if known is None else known)
+        self.known, self.unknown, self.gone = list(self.keys if known is None else known), unknown, gone or {}
         for key in self.unread():
             if self.row_of(key) is not None:
                 self.refuse(key, f"it is {str(self.flat[key])[:60]!r}, which {self.library} does not take there")
-                continue
-            if self.flat[key] == {} and any(name.startswith(f"{key}.") for name in names):
+            elif self.flat[key] == {} and any(name.startswith(f"{key}.") for name in self.known):
                 self.mark(key, "applied", "an empty section says nothing")
-                continue
-            self.refuse(key, f"{self.library} has no such key and {unknown}.{self.nearest(self.canonical(key), names)}")
+            else:
+                self.refuse(key, self.stranger(key))
         settings = {path: self._as_spelled(setting) for path, setting in settings.items()}
         self._name_targets(settings)
         self._keep_idle(settings)
@@ -245,7 +252,15 @@ class Reader:
             self._rename()
         ordered = tuple(self.verdicts[key] for key in self.flat)
         description = build(dialect, settings, tuple(self.extras), self._without_refused())
-        return Reading(description, ordered, self._values())
+        return Reading(description, ordered, self.document, self._values())
+
+    def stranger(self, key: str) -> str:
+        """Why a key that the library does not know is refused: what it does with it, and what may have been meant."""
+        name = self.canonical(key)
+        for old, edit in self.gone.items():
+            if name == old or name.startswith(f"{old}."):
+                return f"{self.library} has no such key any more and {self.unknown}: {edit}"
+        return f"{self.library} has no such key and {self.unknown}.{self.nearest(name, self.known)}"
 
     def nearest(self, key: str, known: list[str]) -> str:
         """The known key that was meant: in the same section by its last name, else anywhere.
@@ -260,6 +275,8 @@ class Reader:
         near = did_you_mean(last, siblings)
         if near or not parent:
             return near or did_you_mean(key, known)
+        if meant := _by_level(key, known):
+            return f" Did you mean '{meant}'?"
         elsewhere = [name for name in known if name.rpartition(".")[2] == last]
         return f" Did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(key, known)
 
@@ -278,8 +295,14 @@ class Reader:
                 self.verdicts[key] = replace(verdict, kind=kind, why=why, target=verdict.target or name)
 
     def _without_refused(self) -> dict[str, Any]:
-        """The document as its own library takes it."""
-        return without(self.document, [key for key, verdict in self.verdicts.items() if verdict.kind == "refused"])
+        """The document as its own library takes it; older spellings are today's."""
+        refused = [key for key, verdict in self.verdicts.items() if verdict.kind == "refused"]
+        older = {key: name for name, key in self.spelling.items() if key != name} if self.older else {}
+        kept = without(self.document, [*refused, *older])
+        for key, name in older.items():
+            if key not in refused:
+                put(kept, name, self.flat[key])
+        return kept
 
     def _keep_idle(self, settings: Mapping[str, Setting[Any]]) -> None:
         """Keep what has been read and is no setting: it asks for nothing here."""
@@ -304,6 +327,17 @@ class Reader:
             verdict = self.verdicts.get(key)
             if verdict is not None and not verdict.target:
                 self.verdicts[key] = replace(verdict, target=", ".join(targets))
+
+
+def _by_level(key: str, known: Iterable[str]) -> str:
+    """The known key that is near in each of its parts, of those with as many; empty where there is none."""
+    parts = key.split(".")
+    left = [each for each in (name.split(".") for name in known) if len(each) == len(parts)]
+    for place, part in enumerate(parts):
+        names = dict.fromkeys(each[place] for each in left)
+        meant = part if part in names else nearest(part, names)
+        left = [each for each in left if each[place] == meant]
+    return ".".join(left[0]) if left else ""
 
 
 def derived(value: Any, *sources: Setting[Any], origin: SettingOrigin = "derived") -> Setting[Any]:

@@ -187,7 +187,16 @@ class ScheduleSection:
 class TrainingSection:
     """The loop."""
 
+    loss_mean: Annotated[
+        Setting[str],
+        "what a step's loss is the mean over: tokens (all alike), rank_tokens (the means of ranks), or micro_batches"
+        " (the means of those)",
+    ] = UNSET
     clip: Annotated[Setting[float | None], "largest global gradient norm; none: no clipping"] = UNSET
+    nonfinite: Annotated[
+        Setting[str],
+        "where a loss or gradients are not finite: stop, skip (the step), rollback (to a checkpoint), or go_on",
+    ] = UNSET
     compile: Annotated[Setting[bool], "torch.compile"] = UNSET
     seed: Annotated[Setting[int | None], "seed of the run"] = UNSET
     device: Annotated[Setting[str | None], "cpu or cuda"] = UNSET
@@ -268,6 +277,7 @@ OFF: dict[str, Any] = {
     "optimizer.options": {},
     "schedule.options": {},
     **dict.fromkeys(("units.classes", "offload.path"), ()),
+    "training.nonfinite": "go_on",
     **dict.fromkeys(TIER_PATHS, "device"),
 }
 """The value that asks for nothing to happen, by path."""

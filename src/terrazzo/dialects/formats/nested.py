@@ -93,7 +93,7 @@ def nested_findings(
         named: `section` names the document's file: all is reported under that key, and the inner one is in the text.
         leave: inner keys that the outer library sets itself; nothing is said of them.
     """
-    for finding in dialect.findings(document, dialect.read(document, context), context):
+    for finding in dialect.findings(dialect.read(document, context), context):
         if finding.key not in leave:
             key = section if named else join_keys(section, finding.key)
             text = f"{finding.key}: {finding.text}" if named and finding.key else finding.text

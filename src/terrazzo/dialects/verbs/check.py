@@ -11,7 +11,7 @@ from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.mesh import TWO_AXES, data_ranks, degrees, row_fault
 from terrazzo.dialects.verbs.understand import Understood
 from terrazzo.documents.dotted_keys import keys_in
-from terrazzo.parallel.sharing_rules import shares_experts, shares_heads, shares_key_heads
+from terrazzo.parallel.sharing_rules import shares_experts, shares_heads
 
 __all__ = ["check"]
 
@@ -21,10 +21,16 @@ _LEAST_STEP = {"bf16": "2^-8", "fp16": "2^-11"}
 
 def check(understood: Understood) -> list[Finding]:
     """All findings, errors first."""
-    findings = [*_keys(understood), *_everywhere(understood)]
-    findings += understood.dialect.findings(understood.loaded.document, understood.reading, understood.context)
-    unique = list(dict.fromkeys(findings))
+    own = list(understood.dialect.findings(understood.reading, understood.context))
+    said = {finding.key for finding in own if finding.level == "error"}
+    everywhere = [finding for finding in _everywhere(understood) if not _is_said(finding.key, said)]
+    unique = list(dict.fromkeys([*_keys(understood), *everywhere, *own]))
     return sorted(unique, key=lambda finding: finding.level != "error")
+
+
+def _is_said(key: str, said: set[str]) -> bool:
+    """Whether the library's own words are of this key, or of its section or of one in it."""
+    return any(key == own or key.startswith(f"{own}.") or own.startswith(f"{key}.") for own in said if own)
 
 
 def _keys(understood: Understood) -> Iterator[Finding]:
@@ -53,11 +59,10 @@ def _everywhere(understood: Understood) -> Iterator[Finding]:
     description = understood.description
     yield from _world(understood)
     yield from _model(understood)
-    yield from _batch(description)
+    yield from _batch(description, fills=understood.dialect.fills_batches)
     yield from _plan(description)
     yield from _precision(description)
-    if description.dialect != "terrazzo":  # whose schema says so itself
-        yield from _loop(description)
+    yield from _loop(description)
 
 
 def _world(understood: Understood) -> Iterator[Finding]:
@@ -81,17 +86,16 @@ def _world(understood: Understood) -> Iterator[Finding]:
 def _model(understood: Understood) -> Iterator[Finding]:
     """What the model's sizes rule out."""
     description, model = understood.description, understood.context
-    ours = description.dialect == "terrazzo"  # whose ranks share key heads, and have stages without a block
-    for axis, size, name, cuts in (
-        ("tp", model.heads, "attention heads", shares_heads),
-        ("tp", model.kv_heads, "key and value heads", shares_key_heads if ours else shares_heads),
-        ("sp", model.heads, "attention heads", shares_heads),
-        ("pp", model.layers, "blocks", _has_stages if ours else _has_blocks),
-        ("ep", model.experts, "experts", shares_experts),
+    for axis, what, name in (
+        ("tp", "heads", "attention heads"),
+        ("tp", "kv_heads", "key and value heads"),
+        ("sp", "heads", "attention heads"),
+        ("pp", "layers", "blocks"),
+        ("ep", "experts", "experts"),
     ):
-        setting = description[f"mesh.{axis}"]
-        degree = setting.value or 1
-        if size is not None and degree > 1 and not (size and cuts(size, degree)):
+        setting, size = description[f"mesh.{axis}"], getattr(model, what)
+        degree, can_share = setting.value or 1, {**_CAN_SHARE, **understood.dialect.can_share}[what]
+        if size is not None and degree > 1 and not (size and can_share(size, degree)):
             text = f"{axis} {degree} cannot cut the model's {size} {name}" + (" evenly" if axis != "pp" else "")
             yield Finding.error(setting.key or axis, text)
     yield from _units(understood)
@@ -101,14 +105,12 @@ def _model(understood: Understood) -> Iterator[Finding]:
         yield Finding.warning(length.key or "batch.sequence_length", text)
 
 
-def _has_blocks(layers: int, stages: int) -> bool:
-    """Whether each stage has a block."""
-    return stages <= layers
-
-
-def _has_stages(layers: int, stages: int) -> bool:
-    """Whether each stage has a block, the embedding or the head."""
-    return stages <= layers + 2
+_CAN_SHARE = {
+    **dict.fromkeys(("heads", "kv_heads"), shares_heads),
+    "layers": lambda layers, stages: stages <= layers,
+    "experts": shares_experts,
+}
+"""Whether so many ranks can share so many of something, as most libraries have it."""
 
 
 def _units(understood: Understood) -> Iterator[Finding]:
@@ -128,7 +130,7 @@ def _units(understood: Understood) -> Iterator[Finding]:
         yield Finding.warning(smallest.key or "units.min_numel", text)
 
 
-def _batch(description: Description) -> Iterator[Finding]:
+def _batch(description: Description, *, fills: bool) -> Iterator[Finding]:
     whole, micro, count = (
         description.value(f"batch.{name}") for name in ("global_batch", "micro_batch", "accumulation")
     )
@@ -143,7 +145,7 @@ def _batch(description: Description) -> Iterator[Finding]:
             f"{micro} × {count} micro-batches × {ranks} data ranks = {at_once * count}, but the global batch is {whole}"
         )
         yield Finding.error(keys, text)
-    elif not count and whole % at_once and description.dialect != "terrazzo":  # which fills such a batch up
+    elif not count and whole % at_once and not fills:
         near = max(at_once, whole // at_once * at_once)
         text = (
             f"the global batch {whole} is no multiple of {micro} × {ranks} data ranks = {at_once}; {near} is, for one"
@@ -156,7 +158,7 @@ def _plan(description: Description) -> Iterator[Finding]:
     if plan is None:
         return
     sizes, key = degrees(description), description["sharding.weight"].key or "plan"
-    if description.row in TWO_AXES and sizes["dp_replicate"] == 1 and description.dialect != "terrazzo":
+    if description.row in TWO_AXES and sizes["dp_replicate"] == 1:
         text = f"{plan.name} needs two data axes; without replicas nothing is replicated: give both degrees"
         yield Finding(key, "warning" if sizes["dp_shard"] is None else "error", text)
     if fault := row_fault(plan):

@@ -64,7 +64,7 @@ def convert_reading(source: Dialect, reading: Reading, target: Dialect, context:
     writing = target.written(before, context)
     read_back = read_document(target, writing.document, context)
     after = read_back.description
-    found = target.findings(writing.document, read_back, context) if before.dialect != target.name else ()
+    found = target.findings(read_back, context) if before.dialect != target.name else ()
     faults = tuple(finding for finding in found if finding.level == "error")
     fates = _Fates(before, read_back, writing, target, faults)
     verdicts = tuple(fates.of_key(verdict) for verdict in reading.verdicts)
@@ -76,12 +76,16 @@ def convert_reading(source: Dialect, reading: Reading, target: Dialect, context:
 def _by_default(source: Dialect, reading: Reading, target: Dialect) -> Iterable[KeyVerdict]:
     """What the source does by the defaults of keys that the document has not, and the target has no key for.
 
-    Where such a key is refused, one that the document has says it.
+    One verdict for all beside one key. Where such a key is refused, one that the document has says it.
     """
+    defaults: dict[str, dict[str, Any]] = {}
     for key, row in source.keys.items():
         if row.keep == "lossy" and row.lost_beside in reading.values and key not in reading.values:
-            why = f"no such setting in {target.title}; {row.why or row.meaning}"
-            yield KeyVerdict(key, row.default, "lossy", "", why)
+            defaults.setdefault(row.lost_beside, {})[key] = row.default
+    for beside, values in defaults.items():
+        told = ", ".join(f"{key} {as_text(value)}" for key, value in values.items())
+        why = f"no such settings in {target.title} as hold beside it by default: {told}"
+        yield KeyVerdict(beside, reading.values[beside], "lossy", "", why)
 
 
 class _Fates:

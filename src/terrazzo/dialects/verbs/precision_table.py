@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from terrazzo.dialects.core.description import PARAMETER_DTYPES, Description, Setting
 from terrazzo.dialects.core.mesh import degrees
+from terrazzo.dialects.registry import dialect
 from terrazzo.engine import StateFormat
 from terrazzo.optim import moments_of
 
@@ -125,7 +126,7 @@ def _shared(description: Description, sizes: dict[str, float]) -> bool:
     if _keeps_remainder(description):
         return False
     alike = all(description.value(f"{section}.weight") == description.value(f"{section}.optim") for section in _WHERE)
-    if description.dialect == "terrazzo" and alike and description.value("sharding.weight") != "-":
+    if alike and dialect(description.dialect).one_copy and description.value("sharding.weight") != "-":
         return True
     return alike and sizes["weight"] == sizes["master"]
 

@@ -29,7 +29,6 @@ from terrazzo.integrations.shared.honour import lost, refuse, unknown_here
 __all__ = ["Configuration", "read"]
 
 _OWN = (
-    "bf16.check_grad_overflow",
     "dataloader_drop_last",
     "fp16.auto_cast",
     "optimizer.params.torch_adam",

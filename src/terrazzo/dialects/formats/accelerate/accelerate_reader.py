@@ -23,7 +23,7 @@ class AccelerateReader(Reader):
         self.context = context
 
     def keep_rest(self, *, fp8: bool) -> None:
-        """Keep every known key that nobody has read, and explain the others. `fp8`: its section has an effect."""
+        """Keep every known key that nobody has read, but strangers. `fp8`: its section has an effect."""
         for key in self.unread():
             name = canonical_key(key)
             row = row_of(KEYS, name)
@@ -34,14 +34,12 @@ class AccelerateReader(Reader):
                     self.keep_row(key)
                 else:
                     self.keep(key, row.meaning, loss="harmless")
-            else:
-                self.refuse(key, self._stranger(key))
         kept = {extra.key for extra in self.extras}
-        for key in [key for key, value in self.flat.items() if value is None and self.verdicts[key].kind == "applied"]:
-            if key not in kept:
+        for key, verdict in list(self.verdicts.items()):
+            if verdict.value is None and verdict.kind == "applied" and key not in kept:
                 self.keep(key, "it says nothing: the default holds", loss="harmless")
 
-    def _stranger(self, key: str) -> str:
+    def stranger(self, key: str) -> str:
         """What Accelerate does with a key that it does not know."""
         section, _, last = key.partition(".")
         if section in (*SECTIONS, "megatron_lm_config") and not last:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateReader
 from terrazzo.dialects.formats.accelerate.keys import TYPES
 from terrazzo.dialects.formats.accelerate.read_deepspeed import FILE
@@ -16,8 +16,9 @@ __all__ = ["findings"]
 _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 
 
-def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterator[Finding]:
+def findings(reading: Reading, context: ReadingContext) -> Iterator[Finding]:
     """What Accelerate refuses of a document, or takes otherwise than it looks."""
+    document = reading.document
     reader = AccelerateReader(document, context)
     kind = str(reader.raw("distributed_type", "")).upper()
     if reader.raw("distributed_type") is None:

@@ -17,7 +17,6 @@ __all__ = ["write"]
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """A file that `accelerate launch --config_file` takes, with a verdict for every setting."""
     draft = Draft(description, "Accelerate", KEYS)
-    leave_to_loop(draft)
     draft.write("compute_environment", "LOCAL_MACHINE")
     engine = _engine(draft)
     draft.write("distributed_type", engine)
@@ -30,6 +29,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     else:
         write_replicas(draft, half)
     _compile(draft, engine)
+    leave_to_loop(draft)
     return draft.finish()
 
 

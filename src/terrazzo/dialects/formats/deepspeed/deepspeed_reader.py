@@ -13,7 +13,7 @@ from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL, Auto, resolv
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES, NULLABLE, PATTERNS, SECTIONS, STRICT, TABLE
 from terrazzo.dialects.formats.deepspeed.keys_zero import FLOW
 from terrazzo.dialects.formats.deepspeed.versions import CODED, GHOSTS, LAST, REMOVED, default_of
-from terrazzo.documents.dotted_keys import join, put, without
+from terrazzo.documents.dotted_keys import join, without
 
 __all__ = ["DeepSpeedReader"]
 
@@ -108,22 +108,15 @@ class DeepSpeedReader(Reader):
                 self.refuse(key, f"it is {str(self.flat[key])[:40]!r}, expected a section of keys")
             elif key.lstrip("_/#") in ("comment", "comments") or key.startswith("_comment"):
                 self.keep(key, "a remark: JSON has no comments", loss="harmless")
-            else:
-                self.refuse(key, self._stranger(key))
         kept = {self.spelled(extra.key) for extra in self.extras}
-        for key in [key for key, value in self.flat.items() if value is None and self.verdicts[key].kind == "applied"]:
-            if key not in kept:
+        for key, verdict in list(self.verdicts.items()):
+            if verdict.value is None and verdict.kind == "applied" and key not in kept:
                 self.keep(key, "it says nothing: the default holds", loss="harmless")
 
     def _without_refused(self) -> dict[str, Any]:
-        """The document in today's spelling, without removed keys: DeepSpeed refuses them even if switched off."""
+        """Without removed keys: DeepSpeed refuses them even if switched off."""
         gone = [key for key, removed in REMOVED.items() if self.version >= removed.since]
-        older = {old: today for today, old in self.spelling.items() if old != today}
-        kept = without(super()._without_refused(), [*gone, *older])
-        for old, today in older.items():
-            if self.verdicts[old].kind != "refused":
-                put(kept, today, self.flat[old])
-        return kept
+        return without(super()._without_refused(), gone)
 
     def _unread_of(self, pattern: str) -> list[str]:
         if pattern in PATTERNS:
@@ -131,7 +124,7 @@ class DeepSpeedReader(Reader):
         name = self.spelled(pattern)
         return [pattern] if name in self.flat and name not in self.verdicts else []
 
-    def _stranger(self, key: str) -> str:
+    def stranger(self, key: str) -> str:
         """What DeepSpeed does with a key that it does not know."""
         if key in ALIASES:
             return f"it is {ALIASES[key]} by another name, which is there as well: remove one of them"

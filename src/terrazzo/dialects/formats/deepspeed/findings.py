@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING, choice, integer, number
 from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
@@ -19,9 +19,9 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 _ZERO = "zero_optimization"
 
 
-def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterator[Finding]:
+def findings(reading: Reading, context: ReadingContext) -> Iterator[Finding]:
     """What DeepSpeed refuses of a document, or takes otherwise than it looks, but for what verdicts say."""
-    reader = DeepSpeedReader(document, context)
+    reader = DeepSpeedReader(reading.document, context)
     stage = _stage(reader)
     if reader.version < FIRST:
         text = f"defaults are known from DeepSpeed {in_words(FIRST)} on: {in_words(reader.version)} may have others"

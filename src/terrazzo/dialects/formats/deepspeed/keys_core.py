@@ -49,7 +49,7 @@ _FP16 = {
 _BF16 = {
     "enabled": Key(BOOLEAN, False, "bf16 weights beside fp32 masters"),
     "immediate_grad_update": Key(BOOLEAN, False, "gradients are added to fp32 ones within backward", "harmless"),
-    "check_grad_overflow": Key(BOOLEAN, True, "a step with an inf or nan gradient is left out", "lossy"),
+    "check_grad_overflow": Key(BOOLEAN, True, "a step with an inf or nan gradient is left out"),
     "bf16_master_weights_and_grads": Key(BOOLEAN, False, "master weights and gradients in bf16"),
     "bf16_optimizer_states": Key(BOOLEAN, False, "moments in bf16 as well"),
 }

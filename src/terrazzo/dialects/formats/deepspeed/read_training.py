@@ -193,9 +193,21 @@ def read_training(reader: DeepSpeedReader) -> SettingsByPath:
         "training.clip": Setting(clip.value or None, clip.origin, clip.key),
         "training.compile": reader.take("compile.deepcompile"),
     }
+    settings |= _not_finite(reader)
     cpu = reader.take_as("activation_checkpointing.cpu_checkpointing", BOOLEAN)
     settings |= {"activation_checkpointing.offload": cpu} if cpu.value is not None else {}
     return settings | _checkpointed_layers(reader)
+
+
+def _not_finite(reader: DeepSpeedReader) -> SettingsByPath:
+    """What becomes of a step whose gradients are not finite: in fp16 the loss scale decides, and in bf16 a key."""
+    leaves_out = reader.take("bf16.check_grad_overflow")
+    if reader.take("bf16.enabled").value:
+        word = "skip" if leaves_out.value else "go_on"
+        return {"training.nonfinite": Setting(word, leaves_out.origin, leaves_out.key)}
+    if leaves_out.origin == "file":
+        reader.keep(leaves_out.key, "bf16 is off", loss="harmless")
+    return {}
 
 
 def _checkpointed_layers(reader: DeepSpeedReader) -> SettingsByPath:

@@ -188,6 +188,7 @@ def write_training(draft: DeepSpeedDraft) -> None:
     """Write clipping, and say what DeepSpeed's JSON cannot."""
     if draft.is_set("training.clip"):
         draft.put_if_needed("training.clip", "gradient_clipping", draft.value("training.clip", 0.0))
+    _not_finite(draft)
     if draft.value("training.compile"):
         draft.lossy("training.compile", "call engine.compile() after deepspeed.initialize")
     if draft.has("pipeline.stages") and draft.value("activation_checkpointing.mode") == "full":
@@ -203,6 +204,19 @@ def write_training(draft: DeepSpeedDraft) -> None:
             draft.value("activation_checkpointing.offload"),
         )
     _units(draft)
+
+
+def _not_finite(draft: DeepSpeedDraft) -> None:
+    path, word = "training.nonfinite", draft.value("training.nonfinite")
+    bf16, scaled = draft.has("bf16.enabled"), draft.has("fp16.enabled")
+    if bf16 and word in ("skip", "go_on"):
+        draft.put_if_needed(path, "bf16.check_grad_overflow", word == "skip")
+    elif scaled and word == "skip":
+        draft.implied(path, "as the loss scale shrinks")
+    elif word not in (None, "go_on"):
+        draft.lossy(path, f"DeepSpeed {'leaves such a step out' if bf16 or scaled else 'does not look'}, and goes on")
+    if draft.is_set("training.loss_mean"):
+        draft.lossy("training.loss_mean", "your own loss is divided by the number of micro-batches there")
 
 
 def _units(draft: DeepSpeedDraft) -> None:

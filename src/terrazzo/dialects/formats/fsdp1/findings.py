@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 
 __all__ = ["findings"]
 
 
-def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """What FSDP1 refuses of a document, or takes otherwise than it looks."""
+    document = reading.document
     strategy = str(document.get("sharding_strategy") or "FULL_SHARD").upper()
     if strategy.endswith("NO_SHARD"):
         yield Finding.warning("sharding_strategy", "NO_SHARD is deprecated in FSDP: use DistributedDataParallel.")

@@ -17,7 +17,6 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT, librar
     """All that FSDP1's arguments can say. `library`: who passes them on, as in messages."""
     draft = Draft(description, library, KEYS)
     world = context.world
-    leave_to_loop(draft)
     row, why = choose_row(draft, ROW_NAMES, f"one of {', '.join(ROW_NAMES.values())}")
     if row is not None:
         _write_row(draft, row, why, world)
@@ -31,6 +30,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT, librar
         )
     _write_prefetch(draft)
     draft.option("loading.broadcast", "sync_module_states")
+    leave_to_loop(draft)
     return draft.finish()
 
 

@@ -10,8 +10,9 @@ from terrazzo.dialects.formats.fsdp2.keys import MESH_ORDER
 __all__ = ["findings"]
 
 
-def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """What FSDP2 refuses of a document, or takes otherwise than it looks."""
+    document = reading.document
     yield from _precision(document)
     mesh = document.get("mesh")
     if isinstance(mesh, Mapping) and set(mesh) & set(MESH_ORDER) and not document.get("dp_mesh_dims"):

@@ -16,7 +16,6 @@ __all__ = ["write"]
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """All that `fully_shard` can be told."""
     draft = Draft(description, "FSDP2", KEYS)
-    leave_to_loop(draft)
     write_sharding(draft, context)
     _units(draft)
     write_policy(draft, FSDP2_POLICY)
@@ -25,6 +24,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
         draft.option(f"prefetch.{way}", f"set_modules_to_{way}_prefetch")
     if draft.value("loading.broadcast"):
         draft.lossy("loading.broadcast", "load with set_model_state_dict(..., broadcast_from_rank0=True)")
+    leave_to_loop(draft)
     return draft.finish()
 
 

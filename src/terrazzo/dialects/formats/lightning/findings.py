@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.formats.lightning.deepspeed_document import configured
 from terrazzo.dialects.formats.lightning.keys import strategy_of
 from terrazzo.dialects.formats.lightning.read_loop import arguments_of
@@ -15,8 +15,9 @@ from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, nested_fi
 __all__ = ["findings"]
 
 
-def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """What Lightning refuses of a document, or takes otherwise than it looks."""
+    document = reading.document
     trainer = arguments_of(document)
     prefix = "trainer." if trainer is not document else ""
     values = {**trainer, **{key.removeprefix(prefix): value for key, value in reading.values.items()}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.keys import number
 from terrazzo.dialects.core.reader import Reader, derived, only_from_file
+from terrazzo.messages import did_you_mean
 
 __all__ = ["arguments_of", "read_loop"]
 
@@ -21,6 +23,8 @@ def read_loop(reader: Reader, prefix: str) -> SettingsByPath:
         reader.keep(steps, "the run is as long as max_epochs says", loss="harmless")
     else:
         total = reader.take(steps)
+    if reader.raw(epochs := f"{prefix}max_epochs") == -1:
+        reader.keep(epochs, "max_steps decides" if total.value else "the run has no end", loss="harmless")
     seed = reader.raw("seed_everything")
     if isinstance(seed, bool):
         reader.keep("seed_everything", "Lightning draws a seed", loss="harmless")
@@ -80,6 +84,8 @@ def _optimizer(reader: Reader) -> SettingsByPath:
         reader.mark(f"{section}.betas", "applied")
         settings["optimizer.betas"] = Setting(tuple(betas), "file", f"{section}.betas")
     others = [each for each in reader.unread() if each.startswith(f"{section}.")]
+    if known and isinstance(getattr(torch.optim, name, None), type):
+        others = [each for each in others if not _unknown_to(reader, name, each)]
     if others:
         options = {each.removeprefix(f"{section}."): reader.raw(each) for each in others}
         for each in others:
@@ -88,6 +94,16 @@ def _optimizer(reader: Reader) -> SettingsByPath:
             options, *(Setting(None, "file", each) for each in others), origin="file"
         )
     return settings
+
+
+def _unknown_to(reader: Reader, name: str, key: str) -> bool:
+    """Whether a class of torch.optim takes no argument of that name, which is then refused."""
+    arguments, argument = inspect.signature(getattr(torch.optim, name)).parameters, key.rpartition(".")[2]
+    if argument not in arguments:
+        reader.refuse(
+            key, f"torch.optim.{name} has no such argument and raises a TypeError.{did_you_mean(argument, arguments)}"
+        )
+    return argument not in arguments
 
 
 def arguments_of(document: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.core.keys import BOOLEAN, MISSING, integer
 from terrazzo.dialects.formats.megatron.keys import canonical
 
 __all__ = ["findings"]
 
 
-def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """What Megatron-LM refuses of a document, or takes otherwise than it looks."""
-    arguments = {canonical(str(key)): value for key, value in document.items()}
+    arguments = {canonical(str(key)): value for key, value in reading.document.items()}
     on = {key for key, value in arguments.items() if BOOLEAN.parse(value) is True}
     for key, together, text in _TOGETHER:
         if key in on and together & on:

@@ -176,13 +176,8 @@ _TRAINING = {
     "min-lr": Key(number(), 0.0, "lowest learning rate"),
     "clip-grad": Key(number(), 1.0, "largest global gradient norm; 0: no clipping"),
     "seed": Key(integer(), 1234, "seed of the run"),
-    "calculate-per-token-loss": Key(
-        BOOLEAN,
-        False,
-        "the loss is the mean over a step's tokens, not over its sequences",
-        "lossy",
-        "what the mean is over is decided by your code there; `terrazzo train` takes all tokens of a step alike",
-    ),
+    "calculate-per-token-loss": Key(BOOLEAN, False, "the loss is the mean over a step's tokens, not of micro-batches"),
+    "no-check-for-nan-in-loss-and-grad": Key(BOOLEAN, False, "a run goes on with what is not finite; else it ends"),
     "decoupled-lr": Key(
         ANY, None, "another rate for embeddings and head", "refused", "all parameters have one learning rate"
     ),
@@ -283,8 +278,12 @@ REMOVED = {
     "warmup": "it is lr-warmup-fraction",
     "model-parallel-size": "it is tensor-model-parallel-size",
     "checkpoint-activations": "it is recompute-activations, or recompute-granularity and recompute-method",
+    **dict.fromkeys(
+        ("language_model", "model_parallel"),
+        "the sections of a --yaml-cfg are not read, so give the arguments in one section, flat",
+    ),
 }
-"""Arguments that Megatron-LM stops at, and what took their place."""
+"""Arguments that Megatron-LM stops at, and sections that it has in another file; and what took their place."""
 
 
 def canonical(key: str) -> str:

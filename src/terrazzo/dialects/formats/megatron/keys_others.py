@@ -281,7 +281,7 @@ _FAMILIES = (
         inprocess-max-iterations= inprocess-monitor-process-interval=1.0 inprocess-monitor-thread-interval=1.0
         inprocess-progress-watchdog-interval=1.0 inprocess-restart inprocess-soft-timeout=60
         inprocess-termination-grace-time=1 log-straggler manual-gc manual-gc-interval=0
-        no-check-for-nan-in-loss-and-grad no-flight-recorder-dump-on-timeout no-flight-recorder-extra-dump-on-exec
+        no-flight-recorder-dump-on-timeout no-flight-recorder-extra-dump-on-exec
         no-flight-recorder-include-only-active no-manual-gc-eval rerun-mode=validate_results
         result-rejected-tracker-filename= straggler-ctrlr-port=65535 straggler-minmax-count=1 train-sync-interval=
         """,

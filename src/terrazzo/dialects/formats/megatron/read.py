@@ -12,11 +12,11 @@ from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.megatron.keys import DEGREES, KEYS, LAUNCHER, REMOVED, canonical
 from terrazzo.dialects.formats.megatron.read_training import read_training
 from terrazzo.engine import LossScaling, Plan
+from terrazzo.messages import did_you_mean
 
 __all__ = ["read"]
 
 _IDLE = "without {} it says nothing"
-_NESTED = ("language_model.", "model_parallel.")
 
 
 def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
@@ -26,12 +26,7 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
     settings: SettingsByPath = {"units.policy": Setting("auto", "default")}
     settings |= _world(reader) | _mesh(reader) | _sharding(reader) | _precision(reader) | _offload(reader)
     settings |= _stages(reader, settings["mesh.pp"].value, context) | read_training(reader)
-    for key in reader.unread():
-        if (name := canonical(key)) in REMOVED:
-            reader.refuse(key, f"Megatron-LM stops at it: {REMOVED[name]}")
-        elif key.startswith(_NESTED):
-            reader.refuse(key, "the sections of a --yaml-cfg are not read: give the arguments in one section, flat")
-    reading = reader.finish("megatron", settings, unknown="stops at it")
+    reading = reader.finish("megatron", settings, unknown="stops at it", gone=REMOVED)
     return replace(reading, description=replace(reading.description, document=_normal(reading.description.document)))
 
 
@@ -56,6 +51,9 @@ def _idle(reader: Reader, key: str, switch: str) -> None:
 def _world(reader: Reader) -> SettingsByPath:
     """Ranks by what the launcher is given."""
     each, machines = reader.take(f"{LAUNCHER}.nproc-per-node"), reader.take(f"{LAUNCHER}.nnodes")
+    for key in [key for key in reader.unread() if key.startswith(f"{LAUNCHER}.")]:
+        if near := did_you_mean(canonical(key).partition(".")[2], ("nproc-per-node", "nnodes")):
+            reader.refuse(key, f"torchrun has no such option and stops at it.{near}")
     if each.value is None:
         _idle(reader, f"{LAUNCHER}.nnodes", "nproc-per-node")
         return {}

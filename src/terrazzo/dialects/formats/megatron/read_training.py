@@ -24,7 +24,19 @@ def read_training(reader: Reader) -> SettingsByPath:
         **_saving(reader),
         "training.clip": Setting(clip.value or None, clip.origin, clip.key),
         "training.seed": reader.take("seed"),
+        **_loss(reader),
     }
+
+
+def _loss(reader: Reader) -> SettingsByPath:
+    """What it is the mean over, and what becomes of one that is not finite: in fp16 a dynamic scale decides."""
+    each, unchecked = reader.take("calculate-per-token-loss"), reader.take("no-check-for-nan-in-loss-and-grad")
+    mean = Setting("tokens" if each.value else "micro_batches", each.origin, each.key)
+    if reader.take("fp16").value and not reader.take("loss-scale").value:
+        _unused(reader, (unchecked,), "fp16 with a dynamic scale is not checked")
+        return {"training.loss_mean": mean}
+    word = "go_on" if unchecked.value else "stop"
+    return {"training.loss_mean": mean, "training.nonfinite": Setting(word, unchecked.origin, unchecked.key)}
 
 
 def _batch(reader: Reader, whole: Setting[Any]) -> SettingsByPath:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from terrazzo.dialects.core.agreement import OF_MATRICES
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left, ranks_needed
@@ -76,9 +77,8 @@ def _optimizer(draft: Draft) -> None:
 def _muon(draft: Draft, options: dict[str, Any]) -> dict[str, Any]:
     """Write what is said of matrices; what is left of the options."""
     rate, own = draft.value("optimizer.lr"), options.pop("muon.lr", None)
-    usual = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": "match_rms_adamw"}
-    matrices = {key: options.pop(f"muon.{key}", value) for key, value in usual.items()}
-    scale = matrices.pop("adjust_lr")
+    matrices = {key: options.pop(key, value) for key, value in OF_MATRICES.items()}
+    scale = matrices.pop("muon.adjust_lr")
     mode = next((word for word, known in SCALES.items() if known == scale), "spectral")
     if scale not in SCALES.values():
         draft.lossy(
@@ -147,6 +147,7 @@ def _loop(draft: Draft) -> None:
         draft.put(path, "clip-grad", 0.0)
     else:
         draft.option(path, "clip-grad")
+    _loss(draft)
     draft.option("training.seed", "seed")
     if draft.value("training.compile"):
         draft.lossy("training.compile", "torch.compile is not called; what is fused, the library says")
@@ -154,6 +155,18 @@ def _loop(draft: Draft) -> None:
         draft.refuse("training.device", "Megatron-LM trains on GPUs: leave it out")
     else:
         draft.implied("training.device")
+
+
+def _loss(draft: Draft) -> None:
+    mean, word = draft.value("training.loss_mean"), draft.value("training.nonfinite")
+    if mean == "tokens":
+        draft.put("training.loss_mean", "calculate-per-token-loss", True)
+    else:
+        draft.does("training.loss_mean", "micro_batches")
+    if word == "go_on" and draft.setting("training.nonfinite").origin == "file":
+        draft.put("training.nonfinite", "no-check-for-nan-in-loss-and-grad", True)
+    else:
+        draft.does("training.nonfinite", "stop")
 
 
 def _activations(draft: Draft) -> None:

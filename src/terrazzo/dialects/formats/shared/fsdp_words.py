@@ -185,9 +185,10 @@ def wants_deepspeed(description: Description) -> bool:
 
 
 def leave_to_loop(draft: Draft) -> None:
-    """Say of what a training loop decides that these arguments do not."""
+    """Say of what a training loop decides that these arguments do not, where nothing has been said of it."""
     for path in PATHS:
-        if path.partition(".")[0] in LOOP and not asks_for_nothing(path, draft.description.value(path)):
+        idle = draft.has_verdict(path) or asks_for_nothing(path, draft.description.value(path))
+        if path.partition(".")[0] in LOOP and not idle:
             draft.lossy(path, f"{draft.library} takes no such argument: your own code says it")
 
 

@@ -10,6 +10,7 @@ from terrazzo.dialects.formats.terrazzo.findings import findings
 from terrazzo.dialects.formats.terrazzo.keys import KEYS
 from terrazzo.dialects.formats.terrazzo.read import read
 from terrazzo.dialects.formats.terrazzo.write import write
+from terrazzo.parallel.sharing_rules import shares_key_heads
 
 __all__ = ["DIALECT"]
 
@@ -25,6 +26,11 @@ def recognises(document: ConfigDocument) -> bool:
     return named or 2 * len(known) > len(names) or (bool(known) and len(names) < 4)
 
 
+def _has_stages(layers: int, stages: int) -> bool:
+    """Whether each stage has a block, the embedding or the head."""
+    return stages <= layers + 2
+
+
 DIALECT = Dialect(
     name="terrazzo",
     title="Terrazzo YAML",
@@ -34,4 +40,7 @@ DIALECT = Dialect(
     read=read,
     write=write,
     findings=findings,
+    can_share={"kv_heads": shares_key_heads, "layers": _has_stages},
+    fills_batches=True,
+    one_copy=True,
 )

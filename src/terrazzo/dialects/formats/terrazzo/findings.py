@@ -6,20 +6,20 @@ from collections.abc import Iterable
 
 from terrazzo.config import config_problems
 from terrazzo.dialects.core.description import TIER_PATHS, Description
-from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.core.mesh import row_fault
 from terrazzo.errors import BadInput
 
 __all__ = ["findings"]
 
 
-def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """Rows that the mesh cannot have, and what sections say together."""
     yield from _mesh(reading.description)
     yield from _folder(reading.description)
     refused = tuple(verdict.key for verdict in reading.verdicts if verdict.kind == "refused")
     below = tuple(f"{key}." for key in refused)
-    for key, words in config_problems(document):
+    for key, words in config_problems(reading.document):
         if key not in refused and not key.startswith(below):  # else the key's verdict says it
             yield Finding.error(key, f"`terrazzo train`: {words}")
 

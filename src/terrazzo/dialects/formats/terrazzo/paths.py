@@ -34,6 +34,7 @@ PATH_OF: Mapping[str, str] = {
     "launch.device": "training.device",
     "train.steps": "schedule.total_steps",
     "train.clip": "training.clip",
+    "guard.action": "training.nonfinite",
     "train.compile": "training.compile",
     "train.seed": "training.seed",
     "train.activation_checkpointing_ops": "activation_checkpointing.ops",

@@ -230,6 +230,7 @@ def _precision(reader: _SchemaReader) -> SettingsByPath:
 _ALWAYS: SettingsByPath = {
     "precision.buffers": Setting(LOADED, "default"),
     "precision.autocast": Setting(False, "default"),
+    "training.loss_mean": Setting("tokens", "default"),
     "saving.state": Setting("sharded", "default"),
     "loading.low_memory": Setting(True, "default"),
     "loading.broadcast": Setting(True, "default"),

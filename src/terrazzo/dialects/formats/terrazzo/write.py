@@ -296,6 +296,15 @@ def _decay(draft: TerrazzoDraft) -> None:
 
 def _training(draft: TerrazzoDraft) -> None:
     draft.carry("training.clip", "training.compile", "training.seed")
+    if draft.value("training.loss_mean", "tokens") == "tokens":
+        draft.implied("training.loss_mean")
+    else:
+        why = "a step's tokens count alike here; that is the same where each micro-batch learns from as many"
+        draft.lossy("training.loss_mean", why)
+    if draft.value("training.nonfinite") == "go_on":
+        draft.lossy("training.nonfinite", "such a step ends the run, or guard.action: skip leaves it out")
+    else:
+        draft.carry("training.nonfinite")
     device = draft.value("training.device")
     if device is None:
         draft.implied("training.device")

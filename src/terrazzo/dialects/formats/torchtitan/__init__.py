@@ -2,11 +2,13 @@
 
 In reading order:
 
-    keys         every key, and what became of those of earlier versions
-    read         the configuration to the neutral description; calls `read_float8`
-    read_float8  the sections of versions before 0.3 for linear layers in float8
-    findings     what torchtitan refuses, or what does nothing
-    write        the neutral description to the configuration; calls the module below
-    write_plan   the mesh and the row
-    dialect      the record of these functions, which the registry has by its name
+    keys               every key
+    keys_earlier       those of versions before 0.3: what each is called today, and rows of what is gone
+    torchtitan_reader  the document that is read: older names
+    read               the configuration to the neutral description; calls the module below
+    read_earlier       optimizer, recomputation and float8 as versions before 0.3 said them
+    findings           what torchtitan refuses, or what does nothing
+    write              the neutral description to the configuration; calls the module below
+    write_plan         the mesh and the row
+    dialect            the record of these functions, which the registry has by its name
 """

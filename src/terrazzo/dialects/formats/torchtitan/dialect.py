@@ -11,13 +11,16 @@ from collections.abc import Mapping
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
 from terrazzo.dialects.formats.torchtitan.findings import findings
-from terrazzo.dialects.formats.torchtitan.keys import KEYS, REMOVED
+from terrazzo.dialects.formats.torchtitan.keys_earlier import RENAMED
 from terrazzo.dialects.formats.torchtitan.read import read
+from terrazzo.dialects.formats.torchtitan.torchtitan_reader import ROWS
 from terrazzo.dialects.formats.torchtitan.write import write
 
 __all__ = ["DIALECT"]
 
-_SECTIONS = {key.partition(".")[0] for key in (*KEYS, *REMOVED)}
+_SECTIONS = {key.partition(".")[0] for key in (*ROWS, *RENAMED, "profiling", "validation")}
+_OWN = ("parallelism", "training", "lr_scheduler", "compile")
+"""Sections that no other dialect has."""
 
 
 def recognises(document: ConfigDocument) -> bool:
@@ -25,7 +28,7 @@ def recognises(document: ConfigDocument) -> bool:
     if not document or not set(document) <= _SECTIONS:
         return False
     inner = {f"{section}.{name}" for section, names in document.items() if isinstance(names, Mapping) for name in names}
-    own = {key for key in KEYS if key.partition(".")[0] in ("parallelism", "training", "lr_scheduler", "compile")}
+    own = {key for key in (*ROWS, *RENAMED) if key.partition(".")[0] in _OWN}
     return bool(inner & own)
 
 
@@ -33,7 +36,7 @@ DIALECT = Dialect(
     name="torchtitan",
     title="torchtitan Trainer.Config",
     suffix=".yaml",
-    keys=KEYS,
+    keys=ROWS,
     recognises=recognises,
     read=read,
     write=write,

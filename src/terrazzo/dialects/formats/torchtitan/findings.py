@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.formats.torchtitan.keys import KEYS, OPAQUE
 from terrazzo.documents.dotted_keys import flatten
 
@@ -17,9 +17,9 @@ HF_STORAGE = (2, 9)
 """The version of torch from which on shards of a tensor are put together in a Hugging Face folder."""
 
 
-def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """What torchtitan refuses of a document, or takes otherwise than it looks."""
-    yield from _together(reading.values, flatten(document, OPAQUE), reading.description.value("mesh.pp") != 1)
+    yield from _together(reading.values, flatten(reading.document, OPAQUE), reading.description.value("mesh.pp") != 1)
     torch_version = context.version("torch", torch.__version__)
     if reading.description.value("saving.export") == "hf" and torch_version < HF_STORAGE:
         text = "torch writes a Hugging Face folder from shards since 2.8, and joins the parts of a tensor since 2.9"

@@ -1,4 +1,4 @@
-"""The keys of torchtitan's `Trainer.Config` (0.3), and what became of those of earlier versions."""
+"""The keys of torchtitan's `Trainer.Config` (0.3)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ __all__ = [
     "OPAQUE",
     "PIPELINE",
     "PIPELINED_BATCH",
-    "REMOVED",
     "SCHEDULES",
     "STAGE_LAYERS",
 ]
@@ -194,23 +193,4 @@ KEYS: dict[str, Key] = {
 """Rows by dotted key; `.*` stands for anything below."""
 
 OPAQUE = ("optimizer.param_groups", "optimizer.optimizer_factory_kwargs_by_name")
-
-
-REMOVED = {
-    "job": "gone with the command line: name the run's folder in dump_folder",
-    "model": "the model is chosen by the Python function that builds the config (MODULE and CONFIG)",
-    "optimizer.name": "an optimizer is an entry of optimizer.param_groups: {pattern: '.*', optimizer_name: AdamW, ...}",
-    "optimizer.lr": "the learning rate is in optimizer.param_groups: optimizer_kwargs: {lr: ...}",
-    "activation_checkpoint.mode": "say activation_checkpoint.type: FullAC, SelectiveAC or MemoryBudgetAC",
-    "training.compile": "it is compile.enable",
-    "parallelism.enable_async_tensor_parallel": "it is compile.enable_async_tensor_parallel",
-    "experimental": "the section is gone",
-    "profiling": "the section is profiler",
-    "validation": "the section is validator",
-    **dict.fromkeys(
-        ("quantize", "float8", "mx"), "quantisation is chosen by the Python function that builds the config"
-    ),
-    "memory_estimation": "the tool is gone",
-    "fault_tolerance": "it is no part of the trainer's config",
-}
-"""Keys of earlier versions, and what took their place."""
+"""Keys whose values are taken as a whole."""

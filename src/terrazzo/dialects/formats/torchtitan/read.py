@@ -15,26 +15,31 @@ from terrazzo.dialects.formats.torchtitan.keys import (
     DEGREES,
     KEYS,
     LOCAL_BATCH,
-    OPAQUE,
     PIPELINE,
     PIPELINED_BATCH,
-    REMOVED,
     SCHEDULES,
     STAGE_LAYERS,
 )
-from terrazzo.dialects.formats.torchtitan.read_float8 import read_float8
+from terrazzo.dialects.formats.torchtitan.keys_earlier import RENAMED
+from terrazzo.dialects.formats.torchtitan.read_earlier import (
+    BUDGET,
+    read_float8,
+    read_optimizer,
+    read_recomputed,
+    read_whole_weights,
+)
+from terrazzo.dialects.formats.torchtitan.torchtitan_reader import ROWS, TorchtitanReader
 
 __all__ = ["read"]
 
 
 _GROUP = ("pattern", "optimizer_name", "optimizer_kwargs")
 _ONLY_BUDGET = ("memory_budget", "visualize_memory_budget_pareto")
-_BUDGET = "the compiler keeps what fits a share of the memory: nearest is selective"
 
 
 def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """What a config means."""
-    reader = Reader(document, "torchtitan", OPAQUE, KEYS)
+    reader = TorchtitanReader(document, context)
     reader.keep_nulls()
     parallel = _parallelism(reader, context)
     settings = {
@@ -42,13 +47,14 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
         **_precision(reader),
         **read_float8(reader),
         **_batch(reader, parallel["mesh.pp"].value),
-        **_optimizer(reader),
+        **(read_optimizer(reader) if reader.earlier and "optimizer.param_groups" not in reader else _optimizer(reader)),
         **_schedule(reader),
         **_training(reader),
         **_saving(reader),
     }
-    _explain_removed(reader)
-    return reader.finish("torchtitan", settings, unknown="raises a TypeError")
+    settings |= read_whole_weights(reader, settings)
+    reader.keep_gone()
+    return reader.finish("torchtitan", settings, [*ROWS, *RENAMED], unknown="raises a TypeError")
 
 
 # -- plan ----------------------------------------------------------------------------------------------------------
@@ -234,12 +240,14 @@ def _schedule(reader: Reader) -> SettingsByPath:
     return settings
 
 
-def _training(reader: Reader) -> SettingsByPath:
+def _training(reader: TorchtitanReader) -> SettingsByPath:
     return {
+        **({} if reader.mean is None else {"training.loss_mean": Setting(reader.mean, "default")}),
+        "training.nonfinite": Setting("go_on" if reader.earlier else "stop", "default"),
         "training.clip": reader.take("training.max_norm"),
         "training.compile": reader.take("compile.enable"),
         **only_from_file({"training.seed": reader.take("debug.seed")}),
-        **_checkpointing(reader),
+        **(read_recomputed(reader) or _checkpointing(reader)),
     }
 
 
@@ -252,7 +260,7 @@ def _checkpointing(reader: Reader) -> SettingsByPath:
     if key in reader.flat:
         mode = reader.take(key)
         if str(reader.raw(key)).lower() == "memorybudgetac":
-            reader.keep(key, _BUDGET)
+            reader.keep(key, BUDGET)
         return {path: mode}
     if not below:
         return {path: Setting("selective_half", "default")}
@@ -260,7 +268,7 @@ def _checkpointing(reader: Reader) -> SettingsByPath:
     if any(name in below for name in _ONLY_BUDGET):
         nearest = "selective"
         for name in _ONLY_BUDGET:
-            reader.keep(f"{section}.{name}", _BUDGET)
+            reader.keep(f"{section}.{name}", BUDGET)
     elif "force_recompute_mm_shapes_by_fqns" in below:
         nearest = "selective_half"
     return {path: Setting(nearest, "derived", ", ".join(f"{section}.{name}" for name in below))}
@@ -283,10 +291,3 @@ def _saving(reader: Reader) -> SettingsByPath:
         return {**settings, "saving.every": derived(every.value, enabled, every, origin="file")}
     reader.keep("checkpoint.interval", "checkpoint.enable is off: nothing is written", loss="harmless")
     return {**settings, "saving.every": Setting(None, enabled.origin, enabled.key)}
-
-
-def _explain_removed(reader: Reader) -> None:
-    for key in reader.unread():
-        for name, why in REMOVED.items():
-            if key == name or key.startswith(f"{name}."):
-                reader.refuse(key, f"torchtitan 0.3 has no such key: {why}")

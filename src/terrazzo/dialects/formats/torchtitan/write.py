@@ -239,6 +239,8 @@ def _loop(draft: Draft) -> None:
         draft.put("training.clip", "training.max_norm", _NEVER_CLIPS, why, "renamed")
     else:
         draft.option("training.clip", "training.max_norm")
+    draft.does("training.loss_mean", "tokens")
+    draft.does("training.nonfinite", "stop")
     draft.option("training.seed", "debug.seed")
     draft.option("training.compile", "compile.enable")
     if draft.value("training.device") == "cpu":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
 from terrazzo.dialects.core.keys import meaning_of
 from terrazzo.dialects.formats.trainer.findings import findings
-from terrazzo.dialects.formats.trainer.keys import ALIASES, FIELDS, KEYS, REMOVED
+from terrazzo.dialects.formats.trainer.keys import ALIASES, FIELDS, GONE, KEYS, RENAMED
 from terrazzo.dialects.formats.trainer.read import read
 from terrazzo.dialects.formats.trainer.trainer_reader import canonical_key
 from terrazzo.dialects.formats.trainer.write import write
@@ -24,7 +24,7 @@ _TELLING = (
 
 def recognises(document: ConfigDocument) -> bool:
     """Whether it has fields that no other dialect has at the top, and not Accelerate's word for its backend."""
-    known = {*FIELDS, *ALIASES, *REMOVED, "distributed_config"}
+    known = {*FIELDS, *ALIASES, *RENAMED, *GONE, "distributed_config"}
     fields = [key for key in document if key in known]
     telling = any(key in document for key in _TELLING) and "distributed_type" not in document
     return telling and 2 * len(fields) > len(document)

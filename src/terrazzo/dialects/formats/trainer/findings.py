@@ -15,11 +15,12 @@ from terrazzo.documents.dotted_keys import flatten
 __all__ = ["findings"]
 
 
-def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """What the Trainer refuses of a document, or takes otherwise than it looks.
 
     Values are those that count: of a field with two names the one that wins, and those of files that are named.
     """
+    document = reading.document
     values = reading.values
     yield from _together(document, values)
     yield from _best_at_end(values)

@@ -15,11 +15,13 @@ __all__ = [
     "FIELDS",
     "FSDP_KEYS",
     "FSDP_VERSION_1",
+    "GONE",
     "KEYS",
     "MATCHED",
+    "MISNAMED",
     "OPTIMIZERS",
     "OWN_SCHEDULES",
-    "REMOVED",
+    "RENAMED",
 ]
 
 OPTIMIZERS = {
@@ -83,7 +85,7 @@ _FIELDS: Rows = {
         "only some modules are projected: choose a plain optimizer",
     ),
     "gradient_accumulation_steps": Key(integer(1), 1, "micro-batches per optimizer step"),
-    "average_tokens_across_devices": (True, "the loss is a mean over the tokens of all ranks"),
+    "average_tokens_across_devices": Key(BOOLEAN, True, "the loss is a mean over the tokens of all ranks"),
     "max_grad_norm": Key(number(), 1.0, "largest global gradient norm; 0: no clipping"),
     "label_smoothing_factor": Key(
         ANY, 0.0, "label smoothing", "refused", "the loss is another one: smooth the labels in your own loss"
@@ -194,6 +196,58 @@ ALIASES = {
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 """Fields under an older name that still works."""
+RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "push_to_hub_model_id": "hub_model_id",
+    "push_to_hub_token": "hub_token",
+    "torchdynamo": "torch_compile_backend",
+    "warmup_ratio": "warmup_steps",
+}
+"""Fields of transformers 5 by the name that transformers 4 had for them, and at which 5 raises."""
+
+_INSIDE = "say it in {}"
+GONE = {
+    **section(
+        "",
+        {
+            "fp16_opt_level": ("O1", "level of apex"),
+            "include_tokens_per_second": (False, "log a rate"),
+            "jit_mode_eval": (False, "evaluate a compiled model"),
+            "logging_dir": (None, "folder of logs"),
+            "mp_parameters": ("", "for SageMaker"),
+            "overwrite_output_dir": (False, "write into a folder that is not empty"),
+            "past_index": (-1, "evaluation with a memory"),
+            "ray_scope": ("last", "for Ray"),
+            "save_safetensors": (True, "format of saved weights"),
+            "tpu_num_cores": (None, "for TPUs"),
+            "use_ipex": (False, "Intel's extension"),
+            "use_legacy_prediction_loop": (False, "older evaluation"),
+            "use_mps_device": (False, "Apple's GPU"),
+        },
+        "harmless",
+        "what is trained is the same",
+    ),
+    "adafactor": Key(BOOLEAN, False, "optimizer Adafactor", "refused", "say optim: adafactor"),
+    "dispatch_batches": Key(ANY, None, "rank 0 loads for all", "refused", _INSIDE.format("accelerator_config")),
+    "fp16_backend": Key(ANY, "auto", "apex or torch", "refused", "there is one backend: remove it"),
+    "fsdp_min_num_params": Key(ANY, 0, "smallest unit", "refused", _INSIDE.format("fsdp_config: min_num_params")),
+    "fsdp_transformer_layer_cls_to_wrap": Key(
+        ANY, None, "class of the units", "refused", _INSIDE.format("fsdp_config: transformer_layer_cls_to_wrap")
+    ),
+    "group_by_length": Key(
+        BOOLEAN,
+        False,
+        "sequences of like lengths in a batch",
+        "refused",
+        "say train_sampling_strategy: group_by_length",
+    ),
+    "half_precision_backend": Key(ANY, "auto", "apex or torch", "refused", "there is one backend: remove it"),
+    "split_batches": Key(ANY, None, "a batch is that of all ranks", "refused", _INSIDE.format("accelerator_config")),
+}
+"""Rows of fields of transformers 4 that transformers 5 has no longer."""
 
 FSDP_KEYS = {
     "version": Key(VERSION, 2, "1: FullyShardedDataParallel, 2: fully_shard"),
@@ -221,6 +275,15 @@ FSDP_KEYS = {
 FSDP_VERSION_1 = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers")
 """Keys of `fsdp_config` that TrainingArguments read with version 1 and ignore in silence with version 2."""
 
+MISNAMED = {
+    "offload_params": "cpu_offload",
+    "sharding_strategy": "reshard_after_forward",
+    "backward_prefetch_policy": "backward_prefetch",
+    "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap",
+    "fsdp_version": "version",
+}
+"""Accelerate's words, which TrainingArguments pass over."""
+
 DISTRIBUTED = {
     "tp_size": Key(integer(1), None, "tensor parallel degree"),
     "tp_plan": Key(ANY, None, "which modules are split, and how"),
@@ -238,13 +301,29 @@ DISTRIBUTED = {
 }
 """Fields of transformers' own DistributedConfig, an argument of `from_pretrained`."""
 
+_OWN = "which modules are split, and how, is transformers' own"
+_ACCELERATOR: Rows = {
+    "split_batches": Key(
+        BOOLEAN,
+        False,
+        "per_device_train_batch_size is that of all ranks together",
+        "refused",
+        "a micro-batch is that of one rank: divide it by the number of ranks",
+    ),
+    "dispatch_batches": (None, "rank 0 loads for all"),
+    "even_batches": (True, "the last batch is filled up for all ranks"),
+    "use_seedable_sampler": (True, "the order of the data follows the seed"),
+    "non_blocking": Key(BOOLEAN, False, "batches are copied behind other work", "harmless"),
+    "gradient_accumulation_kwargs.*": (None, "how gradients are accumulated"),
+    "use_configured_state": (False, "an Accelerator's state is made before"),
+}
+"""Keys of `accelerator_config`, Accelerate's AcceleratorConfig."""
 _PARALLELISM: Rows = {
     **{f"{axis}_size": Key(integer(1), 1, "", null=True) for axis in AXES},
     **{f"{axis}_backend": (None, "") for axis in ("cp", "sp")},
     **{f"{axis}_handler.*": (None, "") for axis in ("tp", "cp", "sp")},
 }
 _BELOW: tuple[str, ...] = (
-    "accelerator_config",
     "deepspeed",
     "lr_scheduler_kwargs",
     "activation_checkpointing_kwargs",
@@ -254,11 +333,13 @@ _BELOW += ("trackio_static_space_id",)
 
 KEYS: dict[str, Key] = {
     **FIELDS,
-    **{old: FIELDS[new] for old, new in ALIASES.items()},
+    **{old: FIELDS[new] for old, new in (ALIASES | RENAMED).items()},
+    **GONE,
     **section("fsdp_config", {f"{prefix}{name}": row for prefix in ("", "fsdp_") for name, row in FSDP_KEYS.items()}),
     **dict.fromkeys(("fsdp_config.xla_fsdp_settings.*", "fsdp_config.fsdp_xla_fsdp_settings.*"), Key(ANY, None, "")),
+    **section("accelerator_config", _ACCELERATOR, "lossy"),
     **section("parallelism_config", _PARALLELISM),
-    **section("distributed_config", DISTRIBUTED),
+    **{key: replace(row, keep="lossy", why=_OWN) for key, row in section("distributed_config", DISTRIBUTED).items()},
     **{
         f"{name}.*": replace(FIELDS[name], keep=FIELDS[name].keep or "lossy", why=FIELDS[name].meaning, meaning="")
         for name in _BELOW
@@ -266,34 +347,6 @@ KEYS: dict[str, Key] = {
     "gradient_checkpointing_kwargs.*": Key(ANY, None, ""),
 }
 """Rows by dotted key; `.*` stands for anything below."""
-
-REMOVED = {
-    "evaluation_strategy": "it is eval_strategy",
-    "warmup_ratio": "a warmup_steps below 1 is a share of the run",
-    "no_cuda": "it is use_cpu",
-    "use_mps_device": "devices are found by themselves",
-    "group_by_length": "say train_sampling_strategy: group_by_length",
-    "per_gpu_train_batch_size": "it is per_device_train_batch_size",
-    "fsdp_min_num_params": "say it in fsdp_config: min_num_params",
-    "fsdp_transformer_layer_cls_to_wrap": "say it in fsdp_config: transformer_layer_cls_to_wrap",
-    "half_precision_backend": "there is one backend: remove it",
-    "fp16_backend": "there is one backend: remove it",
-    "fp16_opt_level": "apex is gone: remove it",
-    "save_safetensors": "weights are always safetensors: remove it",
-    "overwrite_output_dir": "remove it",
-    "logging_dir": "set the tracker's own folder",
-    "tpu_num_cores": "the launcher says it",
-    "jit_mode_eval": "remove it",
-    "dispatch_batches": "say it in accelerator_config",
-    "split_batches": "say it in accelerator_config",
-    "include_tokens_per_second": "remove it",
-    "push_to_hub_model_id": "it is hub_model_id",
-    "push_to_hub_token": "it is hub_token",
-    "adafactor": "say optim: adafactor",
-    "ray_scope": "remove it",
-    "torchdynamo": "it is torch_compile_backend",
-}
-"""Fields of earlier versions, and what took their place."""
 
 MATCHED = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",

@@ -9,7 +9,7 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.formats.shared.accelerate_stack import stack_precision
-from terrazzo.dialects.formats.trainer.keys import EIGHT_BITS, KEYS, MATCHED, REMOVED
+from terrazzo.dialects.formats.trainer.keys import EIGHT_BITS, MATCHED
 from terrazzo.dialects.formats.trainer.read_loop import read_loop
 from terrazzo.dialects.formats.trainer.read_parallel import read_parallel, stack_of
 from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader
@@ -18,6 +18,7 @@ __all__ = ["read"]
 
 _OUTER = (
     *("batch.", "optimizer.", "schedule.", "training.compile", "training.seed", "training.device"),
+    "training.loss_mean",
     *("saving.every", "saving.keep_last", "saving.folder", "activation_checkpointing."),
 )
 """Settings that the Trainer's own fields decide where the DeepSpeed document says nothing."""
@@ -35,7 +36,7 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
         settings = {path: _with_field(reader, setting) for path, setting in settings.items()}
         _clipping(reader, settings["training.clip"].value)
     _narrow(reader, settings)
-    _explain_others(reader)
+    reader.keep_gone()
     return reader.close(settings)
 
 
@@ -104,15 +105,3 @@ def _clipping(reader: TrainerReader, does: float | None) -> None:
     if norm.value != (does or 0):
         why = f"DeepSpeed clips at its own gradient_clipping, {does or 0:g}: say deepspeed: {{gradient_clipping: auto}}"
         reader.refuse("max_grad_norm", why)
-
-
-def _explain_others(reader: TrainerReader) -> None:
-    """Fields that nobody looks at: those that are gone, those of a DistributedConfig, and the Trainer's own."""
-    for key in reader.unread():
-        top = key.partition(".")[0]
-        if top in REMOVED:
-            reader.refuse(key, f"transformers 5 has no such argument and raises a TypeError: {REMOVED[top]}")
-        elif top == "distributed_config" and key in KEYS:
-            reader.keep(key, "only the Trainer has it")
-        else:
-            reader.keep_row(key)

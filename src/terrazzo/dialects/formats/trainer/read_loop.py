@@ -171,10 +171,19 @@ def _training(reader: TrainerReader) -> SettingsByPath:
         "training.clip": Setting(clip.value or None, clip.origin, clip.key),
         "training.compile": compiled,
         "training.seed": reader.take("seed"),
+        **_loss(reader),
         **_checkpointing(reader),
     }
     cpu = reader.take("use_cpu")
     return {**settings, "training.device": Setting("cpu", "file", cpu.key)} if cpu.value else settings
+
+
+def _loss(reader: TrainerReader) -> SettingsByPath:
+    """What it is the mean over; one that is not finite is learnt from, but where fp16's scale shrinks."""
+    every = reader.take("average_tokens_across_devices")
+    mean = Setting("tokens" if every.value else "rank_tokens", every.origin, every.key)
+    goes_on: SettingsByPath = {"training.nonfinite": Setting("go_on", "default")}
+    return {"training.loss_mean": mean, **({} if reader.take("fp16").value else goes_on)}
 
 
 def _checkpointing(reader: TrainerReader) -> SettingsByPath:

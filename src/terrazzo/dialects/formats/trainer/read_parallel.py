@@ -10,21 +10,12 @@ from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.shared.accelerate_stack import AXES
 from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, NUMBERED, STRATEGIES, offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID, row_settings
-from terrazzo.dialects.formats.trainer.keys import DISTRIBUTED, FSDP_KEYS, FSDP_VERSION_1
+from terrazzo.dialects.formats.trainer.keys import FSDP_VERSION_1
 from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader
-from terrazzo.messages import did_you_mean
 
 __all__ = ["read_parallel", "stack_of"]
 
 _BY_NUMBER = {str(number): row for number, row in NUMBERED.items()}
-_MISNAMED = {
-    "offload_params": "cpu_offload",
-    "sharding_strategy": "reshard_after_forward",
-    "backward_prefetch_policy": "backward_prefetch",
-    "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap",
-    "fsdp_version": "version",
-}
-"""Accelerate's words, which TrainingArguments pass over."""
 
 
 def stack_of(reader: TrainerReader) -> str:
@@ -49,7 +40,6 @@ def read_parallel(reader: TrainerReader, stack: str) -> SettingsByPath:
     else:
         _without_fsdp(reader, stack)
         settings = _native(reader) if stack == "native" else _ddp()
-    _explain_strangers(reader)
     return {**mesh, **settings}
 
 
@@ -228,16 +218,6 @@ def _loading(reader: TrainerReader, version: int) -> SettingsByPath:
     return {"loading.low_memory": low, "loading.broadcast": sent}
 
 
-def _explain_strangers(reader: TrainerReader) -> None:
-    """Keys of `fsdp_config` that TrainingArguments pass over in silence."""
-    for key in reader.unread():
-        name = reader.canonical(key).removeprefix("fsdp_config.")
-        if key.startswith("fsdp_config.") and name.partition(".")[0] not in FSDP_KEYS:
-            meant = _MISNAMED.get(name)
-            near = f" Did you mean '{meant}'?" if meant else did_you_mean(name, FSDP_KEYS)
-            reader.refuse(key, f"TrainingArguments ignore it in silence: fsdp_config has no such key.{near}")
-
-
 # -- transformers' own sharding ------------------------------------------------------------------------------------
 
 
@@ -251,12 +231,6 @@ def _native(reader: TrainerReader) -> SettingsByPath:
     replicas, shards = size("dp_replicate_size"), size("fsdp_size")
     row = "zero0" if shards.value == 1 else "hybrid_shard" if replicas.value > 1 else "zero3"
     moved = reader.take("distributed_config.fsdp_cpu_offload")
-    for name in DISTRIBUTED:
-        key = f"distributed_config.{name}"
-        if key in reader.unread() and name not in ("tp_size", "ep_size", "pp_size", "fsdp_mixed_precision"):
-            why = "which modules are split, and how, is transformers' own"
-            same = reader.raw(key) == DISTRIBUTED[name].default
-            reader.keep(key, why, loss="harmless" if same else "lossy")
     whole = shards if row != "zero0" else Setting(replicas.value, replicas.origin, replicas.key)
     return {
         **row_settings(row, shards, *([replicas] if replicas.value > 1 else [])),

@@ -10,8 +10,9 @@ from terrazzo.dialects.core.description import Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.nested import DEEPSPEED, Nested, load_named, merge, read_nested
-from terrazzo.dialects.formats.trainer.keys import ALIASES, KEYS
+from terrazzo.dialects.formats.trainer.keys import ALIASES, FSDP_KEYS, GONE, KEYS, MISNAMED, RENAMED
 from terrazzo.documents.dotted_keys import flatten, without
+from terrazzo.messages import did_you_mean
 
 __all__ = ["TrainerReader", "canonical_key"]
 
@@ -19,6 +20,7 @@ _OPAQUE: tuple[str, ...] = ("lr_scheduler_kwargs", "fsdp_config.xla_fsdp_setting
 _OPAQUE += ("parallelism_config.cp_handler", "parallelism_config.sp_handler", "distributed_config.fsdp_plan")
 _OPAQUE += ("distributed_config.tp_plan", "distributed_config.ep_plan")
 _PREFIX = "fsdp_config.fsdp_"
+_TODAY = ALIASES | RENAMED
 
 
 def canonical_key(key: str) -> str:
@@ -26,7 +28,7 @@ def canonical_key(key: str) -> str:
     if key.startswith(_PREFIX):
         return f"fsdp_config.{key.removeprefix(_PREFIX)}"
     head, dot, rest = key.partition(".")
-    return f"{ALIASES.get(head, head)}{dot}{rest}"
+    return f"{_TODAY.get(head, head)}{dot}{rest}"
 
 
 class TrainerReader(Reader):
@@ -56,7 +58,9 @@ class TrainerReader(Reader):
         return isinstance(self._original.get("fsdp_config"), str)
 
     def winner(self, name: str, keys: list[str]) -> str:
-        """The one with a prefix, or the newer field if it is set."""
+        """The one with a prefix, or the newer field if it is set; of two for the warm-up the one that asks for any."""
+        if name == "warmup_steps":
+            return next((key for key in sorted(keys, key=name.__ne__) if self.flat[key] not in (None, 0)), keys[-1])
         prefixed = [key for key in keys if key.startswith(_PREFIX)]
         present = [key for key in keys if self.flat[key] is not None] or keys
         return prefixed[0] if prefixed else name if name in present else present[0]
@@ -77,6 +81,27 @@ class TrainerReader(Reader):
         else:
             self.nested = read_nested(DEEPSPEED, inner, context, "deepspeed", file=value)
             self.mark("deepspeed", "applied")
+
+    def says_nothing(self, key: str) -> bool:
+        return super().says_nothing(key) or (self.canonical(key) == "warmup_steps" and self.flat[key] == 0)
+
+    def keep_gone(self) -> None:
+        """Fields that transformers 5 raises at: harmless where they asked for nothing."""
+        for key in [key for key in self.unread() if key in GONE]:
+            self.keep_row(key)
+            if self.extras[-1].loss == "harmless":
+                self.mark(key, "defaulted", "transformers 5 has no such argument; what is trained is the same")
+            else:
+                self.refuse(key, f"transformers 5 has no such argument and raises a TypeError: {GONE[key].why}")
+
+    def stranger(self, key: str) -> str:
+        """As of others, but for what TrainingArguments pass over in `fsdp_config`."""
+        name = self.canonical(key).removeprefix("fsdp_config.")
+        if not key.startswith("fsdp_config."):
+            return super().stranger(key)
+        meant = MISNAMED.get(name)
+        near = f" Did you mean '{meant}'?" if meant else did_you_mean(name, FSDP_KEYS)
+        return f"TrainingArguments ignore it in silence: fsdp_config has no such key.{near}"
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -99,9 +124,15 @@ class TrainerReader(Reader):
             extras = (*extras, *self.nested.extras)
         order = {key: place for place, key in enumerate(flatten(self._original, _OPAQUE))}
         ordered = tuple(sorted(by_key.values(), key=lambda verdict: order.get(verdict.key, len(order))))
-        kept = without(self._original, [verdict.key for verdict in ordered if verdict.kind == "refused"])
+        refused = {verdict.key for verdict in ordered if verdict.kind == "refused"}
+        kept = without(self._original, [*refused, *GONE, *RENAMED])
+        kept |= {RENAMED[key]: self.flat[key] for key in RENAMED if key in self.flat and self._counts(key, refused)}
         description = replace(description.replace({}, extras), document=kept)
-        return replace(reading, description=description, verdicts=ordered)
+        return replace(reading, description=description, verdicts=ordered, document=self._original)
+
+    def _counts(self, key: str, refused: Collection[str]) -> bool:
+        """Whether a field of transformers 4 says what holds."""
+        return key not in refused and self.spelled(self.canonical(key)) == key
 
 
 def _under(name: str, within: Collection[str], setting: Setting[Any]) -> Setting[Any]:

@@ -165,6 +165,12 @@ def _saving(draft: Draft) -> None:
 
 def _switches(draft: Draft) -> None:
     _field(draft, "training.compile", "torch_compile")
+    mean = draft.value("training.loss_mean")
+    if mean in ("tokens", "rank_tokens"):
+        _field(draft, "training.loss_mean", "average_tokens_across_devices", mean == "tokens")
+    else:
+        draft.does("training.loss_mean", "tokens")
+    draft.does("training.nonfinite", "go_on")
     if draft.value("training.device") == "cpu":
         draft.put("training.device", "use_cpu", True)
     else:
