@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard
 
 from terrazzo.checkpoint.importers import dcp as importer
 from terrazzo.checkpoint.importers import open_foreign
+from terrazzo.checkpoint.importers.parts.numbering import ModelNames
 from terrazzo.errors import BadInput, Damaged
 from tests.helpers.imported import Layer, Net, RunsCode, assert_same, names_of, states_of, train, trained
 from tests.helpers.processes import Pool
@@ -135,7 +136,7 @@ def test_layouts_that_programs_make_up(tmp_path: Path) -> None:
             {"model": {f"module.{k}": v for k, v in model_state.items()}, "optim": optimizer_state, "epoch": 3},
         )
     ):
-        source = open_foreign(save_alone(state, tmp_path / str(number)), names_of(net))
+        source = open_foreign(save_alone(state, tmp_path / str(number)), ModelNames(names_of(net)))
         assert_same(source, expected)
         assert source.extra == {"epoch": 3}
     source = open_foreign(tmp_path / "0")

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from terrazzo.checkpoint.importers import open_foreign
+from terrazzo.checkpoint.importers.parts.numbering import ModelNames
 from terrazzo.checkpoint.importers.torch_file import TorchFile
 from terrazzo.errors import BadInput
 from tests.checkpoint.test_import_dcp import fsdp2
@@ -71,7 +72,7 @@ def test_a_checkpoint_of_the_trainer(tmp_path: Path, kind: str, frozen: str) -> 
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or frozen not in name)
     optimizer = trainer_folder(tmp_path, model)
-    source = open_foreign(tmp_path, names_of(model))
+    source = open_foreign(tmp_path, ModelNames(names_of(model)))
     assert_same(source, states_of(model, optimizer))
     assert source.optimizer is not None
     named = {id(p): name for name, p in model.named_parameters()}
@@ -97,7 +98,7 @@ def test_a_folder_of_accelerate(tmp_path: Path) -> None:
     torch.save(torch.optim.lr_scheduler.StepLR(optimizer, 3).state_dict(), tmp_path / "scheduler.bin")
     torch.save({"scale": 512.0, "growth_factor": 2.0, "_growth_tracker": 4}, tmp_path / "scaler.pt")
     torch.save({"random_state": RunsCode()}, tmp_path / "random_states_0.pkl")
-    source = open_foreign(tmp_path, names_of(net))
+    source = open_foreign(tmp_path, ModelNames(names_of(net)))
     assert_same(source, states_of(net, optimizer))
     assert source.optimizer is not None
     assert source.optimizer.scaler["scale"] == 512.0
@@ -110,7 +111,7 @@ def test_a_folder_of_accelerate(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="holds no weights"):
         open_foreign(tmp_path)
     torch.save(net.state_dict(), tmp_path / "pytorch_model.bin")
-    assert_same(open_foreign(tmp_path, names_of(net)), states_of(net, optimizer))
+    assert_same(open_foreign(tmp_path, ModelNames(names_of(net))), states_of(net, optimizer))
     assert RunsCode.ran == 0
 
 
@@ -194,10 +195,10 @@ def test_what_is_damaged_or_a_trap_is_refused(tmp_path: Path, change: Callable[[
     save_file(net.state_dict(), folder / "model.safetensors")
     torch.save(optimizer.state_dict(), folder / "optimizer.bin")
     torch.save({"last_epoch": 3}, folder / "scheduler.bin")
-    assert_same(open_foreign(folder, names_of(net)), states_of(net, optimizer))
+    assert_same(open_foreign(folder, ModelNames(names_of(net))), states_of(net, optimizer))
     change(folder)
     with pytest.raises(BadInput, match=message):
-        open_foreign(folder, names_of(net))
+        open_foreign(folder, ModelNames(names_of(net)))
     assert RunsCode.ran == 0
 
 
@@ -206,7 +207,7 @@ def test_weights_that_are_there_twice_are_read_once_with_a_note(tmp_path: Path) 
     trainer_folder(tmp_path, model)
     other = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
     torch.save(other, tmp_path / "pytorch_model.bin")
-    source = open_foreign(tmp_path, names_of(model))
+    source = open_foreign(tmp_path, ModelNames(names_of(model)))
     assert "not read: pytorch_model.bin, as the weights are in .safetensors files" in source.all_notes
     assert any(source.values(name, "weight").read(0, 1).item() for name in source.tensors)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.checkpoint import Source, load, open_source
 from terrazzo.checkpoint.importers import open_foreign
+from terrazzo.checkpoint.importers.parts.numbering import ModelNames
 from terrazzo.errors import BadInput
 from tests.helpers.imported import Net, RunsCode, assert_same, names_of, states_of, train, trained
 from tests.helpers.threads import run_in_threads
@@ -20,7 +21,7 @@ from tests.helpers.threads import run_in_threads
 
 def imported(path: Path, content: Any, names: Sequence[str] = ()) -> Source:
     torch.save(content, path / "file.pt")
-    return open_foreign(path / "file.pt", names)
+    return open_foreign(path / "file.pt", ModelNames(names))
 
 
 def adamw(net: nn.Module, groups: Sequence[Sequence[str]], **settings: Any) -> torch.optim.AdamW:
@@ -130,7 +131,7 @@ def test_frozen_parameters_are_left_out_where_shapes_or_the_caller_tell_which(tm
     with pytest.raises(BadInput, match=r"could be layers\.\d\S* or layers\.\d\S*\. Give the model"):
         imported(tmp_path, program, names_of(net))
     frozen = [name for name in names_of(net) if "layers.1" in name]
-    assert_same(open_foreign(tmp_path / "file.pt", names_of(net), frozen), states_of(net, optimizer))
+    assert_same(open_foreign(tmp_path / "file.pt", ModelNames(names_of(net), frozen)), states_of(net, optimizer))
 
 
 def layers_last_first(groups: bool) -> tuple[nn.Sequential, torch.optim.AdamW]:

@@ -13,10 +13,9 @@ In reading order:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from terrazzo.checkpoint.importers.parts.numbering import NameGroups
+from terrazzo.checkpoint.importers.parts.numbering import NOT_KNOWN, ModelNames
 from terrazzo.checkpoint.source import Source
 from terrazzo.errors import BadInput
 from terrazzo.files import CHECKPOINTS
@@ -32,16 +31,11 @@ _MEGATRON = ("mp_rank_*/model_optim_rng.pt", "iter_*/mp_rank_*/model_optim_rng.p
 _ARCHIVE, _PICKLE = b"PK\x03\x04", b"\x80"  # what torch.save writes, and what it wrote until torch 1.6
 
 
-def open_foreign(
-    path: Path, names: Sequence[str] = (), frozen: Collection[str] = (), groups: NameGroups = ()
-) -> Source:
+def open_foreign(path: Path, names: ModelNames = NOT_KNOWN) -> Source:
     """The checkpoint at `path`, of whichever known format.
 
     Args:
-        names: the model's parameters in the order of `model.parameters()`, where they are known: some formats only
-            number the optimizer's states.
-        frozen: those of them that are not trained.
-        groups: the run's own param groups, of which each lists its names in order, where they are known.
+        names: of the model's parameters, where they are known: some formats only number the optimizer's states.
 
     Raises:
         BadInput: it is of no known format, or what its format does not allow.
@@ -49,30 +43,30 @@ def open_foreign(
     from terrazzo.checkpoint.importers import safetensors, torch_file
 
     if path.is_dir():
-        return _open_folder(path, names, frozen, groups)
+        return _open_folder(path, names)
     try:
         with path.open("rb") as file:
             first = file.read(9)
     except OSError as error:
         raise BadInput(f"There is no checkpoint '{path}' that can be read: {error.strerror}.") from None
     if path.suffix == ".safetensors" or first[8:] == b"{":
-        return safetensors.SafetensorsCheckpoint(path, names)
+        return safetensors.SafetensorsCheckpoint(path, names.order)
     if first.startswith((_ARCHIVE, _PICKLE)):
-        return torch_file.TorchFile(path, names, frozen, groups)
+        return torch_file.TorchFile(path, names)
     raise BadInput(f"The file '{path}' is no checkpoint: it begins with {first!r}. Known are {_KNOWN}.")
 
 
-def _open_folder(path: Path, names: Sequence[str], frozen: Collection[str], groups: NameGroups) -> Source:
+def _open_folder(path: Path, names: ModelNames) -> Source:
     from terrazzo.checkpoint.importers import dcp, deepspeed, huggingface, safetensors
 
     if dcp.recognises(path):
-        return dcp.DcpCheckpoint(path, names, frozen, groups)
+        return dcp.DcpCheckpoint(path, names)
     if huggingface.recognises(path):
-        return huggingface.open_folder(path, names, frozen, groups)
+        return huggingface.open_folder(path, names)
     if deepspeed.recognises(path):
         return deepspeed.DeepSpeedCheckpoint(path)
     if (path / safetensors.INDEX_FILE).exists() or any(path.glob("*.safetensors")):
-        return safetensors.SafetensorsCheckpoint(path, names)
+        return safetensors.SafetensorsCheckpoint(path, names.order)
     if any(file for pattern in _MEGATRON for file in path.glob(pattern)):
         raise BadInput(
             f"The folder '{path}' is of Megatron-LM's format 'torch', in which ranks have parts of tensors and nothing"

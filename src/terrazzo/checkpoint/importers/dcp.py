@@ -7,7 +7,6 @@ description and the elements that are asked for are read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from terrazzo.checkpoint.importers.dcp_metadata import METADATA_FILE, DcpEntry, TreePath, read_metadata
 from terrazzo.checkpoint.importers.parts.archive import Archive, ArchivedChunk, PlainValues
-from terrazzo.checkpoint.importers.parts.numbering import NameGroups
+from terrazzo.checkpoint.importers.parts.numbering import NOT_KNOWN, ModelNames
 from terrazzo.checkpoint.importers.parts.optimizer import add_program
 from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.values import Chunked, Values
@@ -34,16 +33,14 @@ class DcpCheckpoint(StateDictSource):
     and by their values.
 
     Raises:
-        BadInput: it is damaged, or holds no weights. `names`, `frozen` and `groups` as in `add_optimizer`.
+        BadInput: it is damaged, or holds no weights.
     """
 
     format = "torch.distributed.checkpoint"
 
-    def __init__(
-        self, folder: Path, names: Sequence[str] = (), frozen: Collection[str] = (), groups: NameGroups = ()
-    ) -> None:
+    def __init__(self, folder: Path, names: ModelNames = NOT_KNOWN) -> None:
         super().__init__(str(folder))
-        add_program(self, read_dcp(folder), names, frozen, groups)
+        add_program(self, read_dcp(folder), names)
         self.identity = hashlib.sha256((folder / METADATA_FILE).read_bytes()).hexdigest()
         tie(self)
 

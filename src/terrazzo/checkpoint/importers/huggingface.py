@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from terrazzo.checkpoint.importers.dcp import read_dcp, tie
 from terrazzo.checkpoint.importers.deepspeed import DeepSpeedCheckpoint
 from terrazzo.checkpoint.importers.deepspeed import recognises as is_deepspeed
-from terrazzo.checkpoint.importers.parts.numbering import NameGroups
+from terrazzo.checkpoint.importers.parts.numbering import NOT_KNOWN, ModelNames
 from terrazzo.checkpoint.importers.parts.optimizer import add_optimizer, add_scaler, optimizer_in
 from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file, subfolder
 from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource, add_extra, divide
@@ -43,8 +43,8 @@ def recognises(path: Path) -> bool:
     return any((path / name).exists() for name in _MARKS)
 
 
-def open_folder(path: Path, names: Sequence[str] = (), frozen: Collection[str] = (), groups: NameGroups = ()) -> Source:
-    """The checkpoint in such a folder. `names`, `frozen` and `groups` as in `add_optimizer`.
+def open_folder(path: Path, names: ModelNames = NOT_KNOWN) -> Source:
+    """The checkpoint in such a folder.
 
     Raises:
         BadInput: there are no weights, a file is damaged or not inside, or the optimizer's state does not fit.
@@ -53,7 +53,7 @@ def open_folder(path: Path, names: Sequence[str] = (), frozen: Collection[str] =
     if is_deepspeed(path):
         source = DeepSpeedCheckpoint(path)
     else:
-        source = (TrainerFolder if (path / STATE_FILE).exists() else AccelerateFolder)(path, names, frozen, groups)
+        source = (TrainerFolder if (path / STATE_FILE).exists() else AccelerateFolder)(path, names)
     for key, value in _about(path, source.file_notes):
         add_extra(source, {key: value})
     step = source.extra.get("trainer_state", {}).get("global_step")
@@ -68,14 +68,14 @@ def open_folder(path: Path, names: Sequence[str] = (), frozen: Collection[str] =
 
 
 class _Folder(StateDictSource):
-    def __init__(self, path: Path, names: Sequence[str], frozen: Collection[str], groups: NameGroups) -> None:
+    def __init__(self, path: Path, names: ModelNames) -> None:
         super().__init__(str(path))
-        self._add_weights(path, names)
+        self._add_weights(path, names.order)
         state = _first_of(path, OPTIMIZER_FILES)
         if (folder := subfolder(path, OPTIMIZER_FOLDER)) is not None:
             state = read_dcp(folder)
         if state is not None:
-            add_optimizer(self, optimizer_in(state, str(path)), names, frozen, groups)
+            add_optimizer(self, optimizer_in(state, str(path)), names)
             tie(self)
             add_scaler(self, _first_of(path, [SCALER_FILE]))
 

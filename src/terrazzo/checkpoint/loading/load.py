@@ -15,7 +15,7 @@ from torch import Tensor
 from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
 from terrazzo.checkpoint.format.rank_layout import rank_file_name
 from terrazzo.checkpoint.importers import open_foreign
-from terrazzo.checkpoint.importers.parts.numbering import NameGroups
+from terrazzo.checkpoint.importers.parts.numbering import ModelNames, NameGroups
 from terrazzo.checkpoint.loading.misfits import ROUNDED, fitted_groups, misfits, unkept, unstepped, untied
 from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, presence, scaler_of
@@ -62,7 +62,7 @@ def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = No
         return open_foreign(Path(path))
     trains = {names[0]: parameter.requires_grad for names, parameter in parameters_by_names(model).items()}
     frozen = [name for name, trained in trains.items() if not trained]
-    return open_foreign(Path(path), list(trains), frozen, groups)
+    return open_foreign(Path(path), ModelNames(list(trains), frozen, groups))
 
 
 def own_groups(model: torch.nn.Module) -> list[list[str]]:

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from terrazzo.engine import MOMENTS_NAMES, PRECISIONS, Plan, Precision
+from terrazzo.engine import PRECISIONS, Plan
 from terrazzo.errors import BadInput
 from terrazzo.nn.chunked_cross_entropy import MANY_LOGITS
 from terrazzo.planner.choice.decoder_section import decoder_section
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.model.shapes import BUILT_IN, ModelShape
+from terrazzo.planner.setup.choice_names import by_preset
 from terrazzo.planner.setup.framework import TERRAZZO
 from terrazzo.planner.setup.request import ModelSource
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.words import DTYPE_FIELDS
 
 __all__ = ["TrainFiles", "train_config"]
 
@@ -56,7 +56,7 @@ def train_config(setup: Setup, model: ModelSource, model_folder: str | Path = "m
         "plan": _plan(setup),
         **_parallel(setup),
         **_offload(setup),
-        "precision": _precision(setup.precision) | _linears(setup),
+        "precision": _precision(setup),
         "batch": {
             "global_batch": setup.global_batch,
             "micro_batch": setup.micro_batch,
@@ -193,24 +193,11 @@ def _offload(setup: Setup) -> dict[str, Any]:
     return {"offload": section} if section else {}
 
 
-def _precision(precision: Precision) -> dict[str, Any]:
-    if precision.frozen is not None:
-        return _precision(replace(precision, frozen=None)) | {"frozen": precision.frozen.value}
-    for name, known in PRECISIONS.items():
-        if known == precision:
-            return {"name": name}
-    if precision.gather is not None:
-        return _precision(replace(precision, gather=None)) | {"gather": precision.gather.value}
-    if precision.quantized_reduce is not None:
-        preset = _precision(replace(precision, quantized_reduce=None, error_feedback=False))
-        feedback = {"error_feedback": True} if precision.error_feedback else {}
-        return preset | {"quantized_reduce": precision.quantized_reduce.value} | feedback
-    if precision.narrow is not None:
-        preset = _precision(replace(precision, moments=precision.master, rounding="nearest"))
-        rounding = {"rounding": precision.rounding} if precision.rounding != "nearest" else {}
-        return preset | {"moments": precision.narrow.value} | rounding
-    base = "fp16" if precision.loss_scaling else "fp32"
-    return {"name": base} | {field: MOMENTS_NAMES[getattr(precision, field)] for field in DTYPE_FIELDS}
+def _precision(setup: Setup) -> dict[str, Any]:
+    """The preset of the section that needs the fewest keys, and these."""
+    name, keys = by_preset(setup.precision, PRECISIONS)
+    flags = {"true": True, "false": False}
+    return {"name": name, **{key: flags.get(word, word) for key, word in keys.items()}, **_linears(setup)}
 
 
 def _linears(setup: Setup) -> dict[str, str]:

@@ -24,6 +24,7 @@ __all__ = [
     "STRATEGIES",
     "TRIED_MODES",
     "MatmulPrecision",
+    "by_preset",
     "checkpointing",
     "names_base",
     "precision",
@@ -168,19 +169,32 @@ def names_base(name: str) -> bool:
 def precision_text(chosen: MatmulPrecision) -> str:
     """A name of `precision` that means this: of those with the fewest keys behind them, the first."""
     in_fp8, presets = (chosen.matmul == "fp8", chosen.recipe), PRECISION_PRESETS.items()
-    alike = [name for name, preset in presets if (preset.matmul == "fp8", preset.recipe) == in_fp8]
-    scales = bool(chosen.states.loss_scaling)
-    scaled = [name for name in alike if bool(PRECISION_PRESETS[name].states.loss_scaling) == scales]
-    texts = (",".join([name, *_own(chosen.states, PRECISION_PRESETS[name].states)]) for name in scaled or alike)
-    return min(texts, key=lambda text: text.count("="))
+    alike = {name: each.states for name, each in presets if (each.matmul == "fp8", each.recipe) == in_fp8}
+    name, keys = by_preset(chosen.states, alike)
+    return ",".join([name, *(f"{key}={word}" for key, word in keys.items())])
 
 
-def _own(chosen: Precision, preset: Precision) -> Iterator[str]:
+class NamedPrecision(NamedTuple):
+    """The name of a preset, and what is other than it says, as keys and words."""
+
+    name: str
+    keys: Mapping[str, str]
+
+
+def by_preset(states: Precision, presets: Mapping[str, Precision]) -> NamedPrecision:
+    """The first of the presets that need the fewest keys behind them; one that scales the loss as these do."""
+    scales = bool(states.loss_scaling)
+    alike = {name: each for name, each in presets.items() if bool(each.loss_scaling) == scales} or presets
+    named = (NamedPrecision(name, dict(_own(states, each))) for name, each in alike.items())
+    return min(named, key=lambda each: len(each.keys))
+
+
+def _own(chosen: Precision, preset: Precision) -> Iterator[tuple[str, str]]:
     for key in PRECISION_FIELDS:
         value = getattr(chosen, key)
         if value != getattr(preset, key):
             words = {meaning: word for word, meaning in _MEANINGS.get(key, {}).items()}
-            yield f"{key}={words.get(value) or MOMENTS_NAMES.get(value, value)}"
+            yield key, str(words.get(value) or MOMENTS_NAMES.get(value, value))
 
 
 def _parts(name: str) -> tuple[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from terrazzo.checkpoint.importers.deepspeed.tensor import join
 from terrazzo.checkpoint.importers.deepspeed.trained import Trained, optimizer_name, scaler_counters
 from terrazzo.checkpoint.importers.deepspeed.universal import alike, read_universal, refuse_mixed_up
 from terrazzo.checkpoint.importers.deepspeed.unsharded import read_unsharded
+from terrazzo.checkpoint.importers.parts.numbering import ModelNames
 from terrazzo.checkpoint.importers.parts.optimizer import add_optimizer
 from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource, add_extra
 from terrazzo.checkpoint.importers.parts.values import Values
@@ -158,7 +159,7 @@ class DeepSpeedCheckpoint(StateDictSource):
         model = {name: self.values(name, WEIGHT) for name, info in self.tensors.items() if WEIGHT in info.states}
         try:
             if "optimizer_state_dict" not in optimizer:
-                add_optimizer(self, optimizer, list(model))
+                add_optimizer(self, optimizer, ModelNames(list(model)))
             elif (trained := read_unsharded(optimizer, model, self._tag.where)) is not None:
                 for name, states in trained.states.items():
                     self._add_states(name, states)

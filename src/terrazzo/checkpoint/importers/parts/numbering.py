@@ -8,17 +8,36 @@ shape. Without the run's own, one that fits in two ways is refused, and so is on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from terrazzo.errors import BadInput
 
-__all__ = ["NameGroups", "Number", "in_groups", "in_order", "name_numbers"]
+__all__ = ["NOT_KNOWN", "ModelNames", "NameGroups", "Number", "in_groups", "in_order", "name_numbers"]
 
 Number = int | str
 """What stands for a parameter in an optimizer's state dict."""
 
 NameGroups = Sequence[Sequence[str]]
 """Param groups, of which each lists the names of its parameters in order."""
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """What is known of the model that a checkpoint is for, where a format only numbers an optimizer's states.
+
+    Attributes:
+        order: its parameters in the order of `model.parameters()`; empty where they are not known.
+        frozen: those of them that are not trained. An optimizer may have them nevertheless.
+        groups: param groups of the run that goes on with it: where they fit they tell whose the numbers are.
+    """
+
+    order: Sequence[str] = ()
+    frozen: Collection[str] = ()
+    groups: NameGroups = ()
+
+
+NOT_KNOWN = ModelNames()
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # of parameters

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
 
-from terrazzo.checkpoint.importers.parts.numbering import NameGroups, Number, in_groups, in_order, name_numbers
+from terrazzo.checkpoint.importers.parts.numbering import ModelNames, Number, in_groups, in_order, name_numbers
 from terrazzo.checkpoint.importers.parts.state_dict import OPTIMIZER_KEYS, StateDictSource, add_extra, divide
 from terrazzo.checkpoint.importers.parts.tree import keep
 from terrazzo.checkpoint.importers.parts.values import LoadedTensor, Values
@@ -34,19 +34,17 @@ States = Mapping[Number, Mapping[str, Any]]
 def add_program(
     source: StateDictSource,
     tree: Mapping[str, Any],
-    names: Sequence[str],
-    frozen: Collection[str] = (),
-    groups: NameGroups = (),
+    names: ModelNames,
 ) -> None:
-    """All that a program saved in one state dict. `names`, `frozen` and `groups` as in `add_optimizer`.
+    """All that a program saved in one state dict.
 
     `step` is what the optimizer counted, else what the program says.
     """
     sections = divide(tree, source.where)
-    source.add_model(sections.model, names)
+    source.add_model(sections.model, names.order)
     rest = dict(sections.rest)
     if sections.optimizer is not None:
-        add_optimizer(source, sections.optimizer, names, frozen, groups)
+        add_optimizer(source, sections.optimizer, names)
         for key in SCALER_KEYS:
             if add_scaler(source, rest.get(key)):
                 del rest[key]
@@ -68,24 +66,18 @@ def optimizer_in(tree: Any, where: str) -> Mapping[str, Any]:
 def add_optimizer(
     source: StateDictSource,
     state_dict: Mapping[str, Any],
-    names: Sequence[str],
-    frozen: Collection[str] = (),
-    groups: NameGroups = (),
+    names: ModelNames,
 ) -> None:
     """An optimizer's state dict, for the tensors that `source` has already.
 
     Args:
-        names: the parameters in the order of `model.parameters()`, for one that only numbers them. Without, it is
-            left out with a note.
-        frozen: those of them that are not trained. The optimizer may have them nevertheless.
-        groups: the names in the param groups of the run that it is for, in order: where they fit they tell whose the
-            numbers are.
+        names: for one that only numbers its parameters. Where none are known, it is left out with a note.
 
     Raises:
         BadInput: it is none, or of other parameters.
     """
     saved, states = _parts(state_dict, _where(source))
-    named = _named(source, saved, states, (names, frozen, groups))
+    named = _named(source, saved, states, names)
     if named is None:
         source.optimizer_notes.append(
             "the optimizer's state is not taken over: it only numbers the parameters. Open the checkpoint with the"
@@ -161,7 +153,7 @@ def _named(
     source: StateDictSource,
     groups: list[SavedGroup],
     states: States,
-    known: tuple[Sequence[str], Collection[str], NameGroups],
+    known: ModelNames,
 ) -> dict[Number, str] | None:
     """The tensor's name of each parameter; None where nothing tells."""
     numbers = [number for group in groups for number in group["params"]]
@@ -170,14 +162,14 @@ def _named(
     listed = [name for group in groups for name in group.get("param_names") or ()]
     if len(listed) == len(numbers):
         return {number: _resolved(source, name) for number, name in zip(numbers, listed, strict=True)}
-    names, frozen, own = known
-    if not names:
+    if not known.order:
         return None
-    every, trained = _shapes(source, names), _shapes(source, [name for name in names if name not in frozen])
+    every = _shapes(source, known.order)
+    trained = _shapes(source, [name for name in known.order if name not in known.frozen])
     shapes = trained if len(trained) == len(numbers) else every
     element_shapes = {number: _element_shapes(entries) for number, entries in states.items()}
     numbered = [group["params"] for group in groups]
-    own_names = [list(_shapes(source, group)) for group in own]
+    own_names = [list(_shapes(source, group)) for group in known.groups]
     for listed_names in (own_names, [[name for name in group if name in trained] for group in own_names]):
         if (in_own := in_groups(numbered, listed_names, element_shapes, every)) is not None:
             if in_order(numbers, element_shapes, shapes) not in (None, in_own):
