@@ -139,7 +139,7 @@ def test_whatever_is_in_a_document(name: str, data: st.DataObject) -> None:
         assert conversion.document == document
 
 
-@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_alone_and_with_its_section_with_every_kind_of_value(name: str, every: int) -> None:
     sections: dict[str, list[str]] = {}

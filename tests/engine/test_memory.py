@@ -90,9 +90,9 @@ def _check_states(model: Any, plan: str, precision: Precision | str) -> None:
 @pytest.mark.parametrize("kind", [Net, Awkward])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_states_equal_the_bill_to_the_byte(plan: str, kind: type[nn.Module]) -> None:
-    for rank in (0, 7):
-        with fake_group(8, rank), census():
-            for precision in PRECISIONS.values():
+    for number, precision in enumerate(PRECISIONS.values()):  # the first rank has whole shards, the last what is left
+        for rank in (0, 7) if number == 0 else (7,):
+            with fake_group(8, rank), census():
                 _check_states(kind(), plan, precision)
 
 

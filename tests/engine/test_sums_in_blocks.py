@@ -57,7 +57,7 @@ def test_every_plan_is_bitwise_the_single_process(case: Case, sent: tuple[str, s
     check(replace(with_feature(case, feature), precision=name, dtypes=sending(form, name)))
 
 
-@pytest.mark.cover(strength=1, turns=2)
+@pytest.mark.long  # the same with residuals: test_error_feedback
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.parametrize("tiers", ["cpu-all", "nvme", "all on nvme", "shares"])
 @pytest.mark.parametrize("case", [Case("zero1", 3), Case("zero3", 2), Case("hybrid_shard", 2, replicas=2)], ids=str)

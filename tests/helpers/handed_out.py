@@ -15,7 +15,7 @@ from xdist.scheduler import LoadGroupScheduling
 
 __all__ = ["FILLERS", "Files"]
 
-FILLERS = ("tests/config/", "tests/dialects/", "tests/planner/")
+FILLERS = ("tests/config/", "tests/dialects/")
 """Folders whose tests share next to nothing."""
 
 

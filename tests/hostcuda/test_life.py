@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.cover(strength=1)
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", mostly_long(["forward", "backward"], "backward"))
 @pytest.mark.parametrize("plan", mostly_long(["zero3", "zero2", "zero3@cpu"], "zero3@cpu"))
 def test_a_step_that_fails_leaves_nothing_behind(plan: str, where: str, two_ranks: Ranks) -> None:
     for faults, left, (first, second, *on_host) in two_ranks.run(fails_and_goes_on, plan, where):

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,26 @@ from typing import Any
 import pytest
 
 from terrazzo.files import GIB
-from terrazzo.planner import Request, build_setup, estimate
+from terrazzo.planner import Estimate, Frontier, Request, build_setup, estimate
 from terrazzo.planner.api import ask, compare
 from terrazzo.planner.report.page import page
 
 ASKED = Request("llama3.2-1b", 8, gpu="h100", strategy="zero3", sequence=2048, micro_batch=2, price_per_hour=2.5)
 
 
+@cache
+def found() -> Estimate:
+    return ask(ASKED).best
+
+
+@cache
+def frontier() -> Frontier:
+    return compare(replace(ASKED, strategy=None, micro_batch=None))
+
+
 @pytest.fixture(scope="module")
 def written() -> str:
-    opened = replace(ASKED, strategy=None, micro_batch=None)
-    return page(ask(ASKED).best, ASKED, compare(opened), lambda setup: estimate(setup))
+    return page(found(), ASKED, frontier(), lambda setup: estimate(setup))
 
 
 def data_of(text: str) -> Any:
@@ -67,14 +77,12 @@ def test_every_place_of_the_sliders_is_what_the_planner_says(written: str) -> No
 
 
 def test_it_opens_with_the_plan_and_has_every_candidate(written: str) -> None:
-    data, found = data_of(written), ask(ASKED).best
-    index = 0
+    data, index = data_of(written), 0
     for slider in data["sliders"]:
         index = index * len(slider["values"]) + slider["start"]
-    assert data["grid"][index]["gib"] == pytest.approx(found.memory.device_bytes / GIB, rel=1e-4)
-    frontier = compare(replace(ASKED, strategy=None, micro_batch=None))
-    assert len(data["plans"]) == len(frontier.ranked)
-    assert sum(plan["pareto"] for plan in data["plans"]) == len(frontier.pareto)
+    assert data["grid"][index]["gib"] == pytest.approx(found().memory.device_bytes / GIB, rel=1e-4)
+    assert len(data["plans"]) == len(frontier().ranked)
+    assert sum(plan["pareto"] for plan in data["plans"]) == len(frontier().pareto)
     assert data["price"] == 2.5
     assert data["tokens"].startswith("24.7")  # 20 for each of 1.24 B parameters
 
@@ -101,9 +109,8 @@ def test_what_is_known_against_a_place_is_there_too() -> None:
 
 
 def test_text_of_a_strangers_config_cannot_end_the_script() -> None:
-    found = ask(ASKED).best
-    model = replace(found.setup.model, name="</script><script>alert(1)</script>")
-    odd = replace(found, setup=replace(found.setup, model=model))
+    model = replace(found().setup.model, name="</script><script>alert(1)</script>")
+    odd = replace(found(), setup=replace(found().setup, model=model))
     text = page(odd, ASKED, None, lambda setup: estimate(setup))
     assert text.count("</script>") == 1
 

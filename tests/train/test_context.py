@@ -139,6 +139,7 @@ def test_every_mesh_trains_alike(tmp_path: Path, ranks: int, cp: int, mode: str,
     assert summary["peak_memory_bytes_promised"] is not None
 
 
+@pytest.mark.long  # a run of tp that cp ends: test_tensor
 def test_another_mesh_continues_a_run(tmp_path: Path) -> None:
     values = settings(tmp_path, 2, 2)
     begin_alike(values, "sequence")

@@ -447,10 +447,10 @@ def test_the_limit_of_the_processs_own_control_group_counts(
 def test_memory_on_a_cpu_comes_from_the_models_own_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deep models are traced by three layers: the same as tracing all of them."""
     for mode in ("none", "full"):
-        deep = config(model={"layers": 7}, train={"activation_checkpointing": mode})
+        deep = config(model={"layers": 5}, train={"activation_checkpointing": mode})
         found = estimate_run(deep, 2, HOST).memory
         assert {term.formula for term in found.terms} == {"memory.traced"}
-        monkeypatch.setattr(promise, "TRACED_LAYERS", 7)
+        monkeypatch.setattr(promise, "TRACED_LAYERS", 5)
         promise._trace_of_pass.cache_clear()
         assert estimate_run(deep, 2, HOST).memory == found
         monkeypatch.undo()

@@ -284,14 +284,14 @@ def test_a_resumed_run_has_the_reference_that_it_began_with(folder: Path, tmp_pa
     sizes = {"batch": {"global_batch": 2, "micro_batch": 1, "sequence_length": 150}, "checkpoint": {"every": 1}}
     validation = {"data": {"validation_source": str(folder / "pairs.jsonl")}}
     whole = values_of(folder, tmp_path / "whole", {"name": "dpo"}, **sizes, **validation)
-    train(whole)
+    train(whole, ranks=1)
     parts = whole | {"log": whole["log"] | {"folder": str(tmp_path / "parts")}}
     elsewhere = parts | {"log": whole["log"] | {"folder": str(tmp_path / "smaller")}}
-    train(elsewhere | {"batch": sizes["batch"] | {"global_batch": 6}, "train": parts["train"] | {"steps": 1}})
-    train(elsewhere)  # its last steps read pairs that so few samples in a step would never have come to
-    train(parts | {"train": parts["train"] | {"steps": 1}})
-    train(parts, stop_after=1)
-    train(parts)
+    train(elsewhere | {"batch": sizes["batch"] | {"global_batch": 6}, "train": parts["train"] | {"steps": 1}}, ranks=1)
+    train(elsewhere, ranks=1)  # its last steps read pairs that so few samples in a step would never have come to
+    train(parts | {"train": parts["train"] | {"steps": 1}}, ranks=1)
+    train(parts, ranks=1, stop_after=1)
+    train(parts, ranks=1)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == STEPS
     measured = [lines(tmp_path / name, "validation")[-1] for name in ("whole", "parts")]

@@ -73,6 +73,14 @@ BEHAVIOURS = [
     *each(state.test_a_full_state_dict_is_loaded, plan=["zero0", "zero3"], wrap=[dict, state.Lazy]),
     *each(state.test_a_state_dict_inside_gathered_is_a_plain_one),
 ]
+MET_ELSEWHERE = (
+    "state_travels_between_plans",  # test_checkpoints: any tier loads what any other saved
+    "a_restored_run_continues",  # the same
+    "pieces_of_all_ranks",  # test_checkpoints: all tiers save the same
+    "units_in_any_order_and_number-zero2",  # under hpz, here
+    "parameters_out_of_use_on_all_ranks_are_left_alone-zero1",  # under zero3, here
+)
+"""What is long, since another test of the tiers has it."""
 NOT_IN_BACKWARD = (  # gradients that come late, or after an update that cannot be taken back
     "a_pass_that_raises_is_retried-zero1-backward",
     "a_pass_that_raises_is_retried-zero3-backward",
@@ -95,7 +103,7 @@ CASES = [
         behaviour,
         *place_of(number, name),
         id="-".join((name, *place_of(number, name))),
-        marks=[pytest.mark.long] if more else [],
+        marks=[pytest.mark.long] if more or name.startswith(MET_ELSEWHERE) else [],
     )
     for number, (name, behaviour, more) in enumerate(BEHAVIOURS)
 ]
