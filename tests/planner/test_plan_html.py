@@ -88,10 +88,10 @@ def test_it_opens_with_the_plan_and_has_every_candidate(written: str) -> None:
 
 
 def test_what_cannot_be_says_why() -> None:
-    asked = replace(ASKED, global_batch=16, micro_batch=1)
+    asked = replace(ASKED, strategy="hybrid_shard", dp_replicate=8)
     data = data_of(page(ask(asked).best, asked, None, lambda setup: estimate(setup)))
     problems = [cell["problem"] for cell in data["grid"] if "problem" in cell]
-    assert any("global batch of 16" in problem for problem in problems)
+    assert any("4 data ranks cannot form 8 equal groups" in problem for problem in problems)
     assert any("problem" not in cell for cell in data["grid"])
 
 
