@@ -334,6 +334,24 @@ def test_a_round_that_streams_takes_and_sends_what_is_promised(plan: str, traffi
     on_ranks(4, body)
 
 
+def test_a_replica_alone_has_a_message_beside_training_that_the_bill_has() -> None:
+    """It sends nothing, so that the mean is there at once: it waits for its step as that of several replicas does."""
+    settings = tz.DiLoCo(2, delay=1, fragments=2, meet_every=4)
+
+    def body(rank: int) -> None:
+        mesh = mesh_of(1, 2)
+        model, optimizer = tz.shard(Even(), adamw, "zero3", mesh=mesh, units=["blocks.*"], diloco=settings)
+        engine = engine_of(model)
+        train(model, optimizer, 4, rank)
+        engine.traffic.reset()
+        train(model, optimizer, 3, rank, 4)  # not to where the round ends, whose step takes more than a fragment's
+        unstreamed = estimate(Even(), adamw, "zero3", mesh=mesh, units=["blocks.*"])
+        message = max(sum(b.spec.numel(b.spec.outer_axes) for b in part) for part in engine.outer._fragments)
+        assert engine.peak_transient_bytes == engine.bill.transient_bytes > unstreamed.transient_bytes + 4 * message
+
+    on_ranks(2, body)
+
+
 def test_masters_on_nvme_that_are_whole_come_together_in_memory_that_the_bill_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,11 @@ from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.helpers.fake import fake_group
 
 SIZES = DecoderConfig(64, 32, 3, 4, 2, 48, 16)
-MESHES = {"data": {"dp_replicate": 2, "dp_shard": 2}, "tp": {"dp_replicate": 3, "dp_shard": 2, "tp": 2}}
-
+MESHES = {
+    "data": {"dp_replicate": 2, "dp_shard": 2},
+    "tp": {"dp_replicate": 3, "dp_shard": 2, "tp": 2},
+    "alone": {"dp_replicate": 1, "dp_shard": 2},
+}
 
 STREAMS = {
     "blocking": {},

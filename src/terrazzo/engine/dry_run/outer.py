@@ -50,9 +50,11 @@ def dry_run_fragments(units: Sequence[Unit]) -> list[Tally]:
 
 
 def under_way_bytes(units: Sequence[Unit]) -> int:
-    """The most memory that an exchange has which is under way while steps are taken."""
+    """The most memory that an exchange has which is under way while steps are taken; also that of a replica alone,
+    whose outer gradients are ready at once and wait as long.
+    """
     trained, axes = _trained(units), units[0].buckets[0].axes
-    if not trained or not _settings(trained).delay or axes.size(axes.replica_axis) == 1:
+    if not trained or not _settings(trained).delay:
         return 0
     return max(_exchange_bytes(_settings(trained), _numel(specs), axes) for specs in _fragments(trained))
 

@@ -47,8 +47,8 @@ def outer_held_bytes(setup: Setup, pp_rank: int) -> float:
 
 
 def under_way_bytes(setup: Setup, pp_rank: int) -> float:
-    """The same of an exchange that is under way while steps are taken, at most."""
-    if setup.diloco is None or not setup.diloco.delay or setup.mesh.dp_replicate == 1:
+    """The same of an exchange that is under way while steps are taken, at most, or ended and waits for its step."""
+    if setup.diloco is None or not setup.diloco.delay:
         return 0.0
     fragments = outer_fragments(setup, pp_rank)
     return max((_exchange_bytes(setup, outer_numel(fragment)) for fragment in fragments), default=0.0)
