@@ -117,6 +117,12 @@ class DiLoCo:
                 f"delay={self.delay}, have equal weights only when they meet: give a multiple of sync_every {every}, "
                 f"such as {10 * every}."
             )
+        elif not self.exchanged_in_round():
+            raise BadInput(
+                f"diloco: delay is {self.delay!r}, and what leaves behind step {every} would be back at step "
+                f"{every + self.delay}, where replicas meet: no outer step would be taken before. Give a delay below "
+                f"{every}, or meet_every={3 * every} or more."
+            )
 
     @property
     def streams(self) -> bool:
