@@ -12,7 +12,7 @@ Folders, from the lowest to the highest:
     buckets          what is in memory, and how parameters are views of it
     schedule         when it moves
     autograd         what a forward leaves behind, in autograd's graph and on modules
-    progress         what changes from step to step: the loss scale, divisors, hyper-parameters
+    progress         how far a training has come: steps, the loss scale, divisors, passes that raised
     consensus        what ranks must have alike, and where they compare it
     hooks            what torch calls while a model runs
     optim            stock optimizers over flat master weights

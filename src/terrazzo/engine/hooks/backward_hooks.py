@@ -22,7 +22,8 @@ from terrazzo.engine.consensus.agreement import Agreement
 from terrazzo.engine.consensus.row_exchanges import RowExchanges
 from terrazzo.engine.instrumentation.label import Purpose
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
-from terrazzo.engine.progress.training_progress import Progress
+from terrazzo.engine.progress.denominator import Denominator
+from terrazzo.engine.progress.raised_passes import RaisedPasses
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.runtime.private_torch import plainly, queue_callback
 from terrazzo.engine.runtime.weak import weakly
@@ -56,6 +57,7 @@ class BackwardHooks:
         listener: called at each backward, and before gradients are used.
         recover: ends optimizer steps that have raised; called before a forward or a backward uses weights.
         outside: parameters of which ranks have parts, that nothing but forwards and backwards may compute with.
+        raised: what is known of passes that raised.
         surprised: whether a backward has come to a unit that nothing announced, or may do so.
     """
 
@@ -64,11 +66,11 @@ class BackwardHooks:
         units: Sequence[Unit],
         schedule: Schedule,
         sharding: ShardingSpec,
-        progress: Progress,
+        denominator: Denominator,
         exchanges: RowExchanges,
         agreement: Agreement,
     ) -> None:
-        self.units, self.schedule, self._progress = units, schedule, progress
+        self.units, self.schedule, self._denominator = units, schedule, denominator
         self._scales = sharding.precision.loss_scaling is not None
         members = (member for unit in units for bucket in unit.trainable() for member in bucket.members)
         whys = ((each.parameter, _IN_PARTS if each.in_parts else _UNSCALED) for each in members)
@@ -77,7 +79,7 @@ class BackwardHooks:
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self.listener = GradientListener()
         self.recover: Callable[[], None] = do_nothing
-        self.surprised = False
+        self.raised, self.surprised = RaisedPasses(), False
 
     def attach(self) -> None:
         """Register the hooks on the units' trainable parameters, which are outside of a forward from now on."""
@@ -93,7 +95,7 @@ class BackwardHooks:
         self.outside.close()
 
     def _loss_scale(self) -> float:
-        return self._progress.denominator.loss_scale.scale
+        return self._denominator.loss_scale.scale
 
     # -- it begins ---------------------------------------------------------------------------------------------
 
@@ -106,7 +108,7 @@ class BackwardHooks:
         self.outside.open()
         self.listener.begin_backward()
         trainable = (bucket for unit in self.units for bucket in unit.trainable())
-        self._progress.begin_backward(any(bucket.gradient.exists for bucket in trainable))
+        self.raised.begin_backward(any(bucket.gradient.exists for bucket in trainable))
         backward = self.schedule.begin_backward()
         queue_callback(weakly(self, BackwardHooks.end))
         return backward
@@ -170,7 +172,7 @@ class BackwardHooks:
                 parameter.grad = grad
         if not bucket.full.present or torch.is_grad_enabled():
             self._refuse(unit, bucket, index)
-        self._progress.denominator.loss_scale.check_gradient(bucket.members[index].name)
+        self._denominator.passes.check_gradient(bucket.members[index].name)
         bucket.gradient.accumulate(index, bucket.members[index].parameter, backward.fate)
         backward.gradient_came(unit)
 
@@ -217,7 +219,7 @@ class BackwardHooks:
         """The sums of all gradients have been started: agree with the other ranks, and wait for them. Collective."""
         self.agreement.agree_on_gradients(backward)  # which may start those of late ones once more
         self.schedule.end_backward()
-        self._progress.denominator.loss_scale.end_backward()
+        self._denominator.passes.end_backward()
         self.listener.end_backward()
         self.outside.close()
         self._phases.begin("other")

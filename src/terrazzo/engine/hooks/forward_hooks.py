@@ -24,8 +24,8 @@ from terrazzo.engine.hooks.backward_hooks import BackwardHooks
 from terrazzo.engine.hooks.module_tree import ModuleTree
 from terrazzo.engine.instrumentation.label import Purpose
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
-from terrazzo.engine.progress.loss_scale import LossScale
-from terrazzo.engine.progress.training_progress import Progress
+from terrazzo.engine.progress.denominator import Denominator
+from terrazzo.engine.progress.scaled_passes import Passes
 from terrazzo.engine.runtime.callers import calls_of
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.runtime.private_torch import tree_map_only
@@ -54,11 +54,11 @@ class ForwardHooks:
         units: Sequence[Unit],
         schedule: Schedule,
         sharding: ShardingSpec,
-        progress: Progress,
+        denominator: Denominator,
         exchanges: RowExchanges,
         backward: BackwardHooks,
     ) -> None:
-        self._units, self._schedule, self._progress, self._backward = units, schedule, progress, backward
+        self._units, self._schedule, self._denominator, self._backward = units, schedule, denominator, backward
         self._agreement, self._exchanges, self._outside = backward.agreement, exchanges, backward.outside
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self._compute, self._alone = sharding.precision.compute, not sharding.axes.live(sharding.axes.whole_mesh)
@@ -86,7 +86,7 @@ class ForwardHooks:
                 if (note := note_of(member.parameter)) is not None:
                     note.reach = weakly(self, ForwardHooks.reach, unit.index)
         members = [member for unit in self._units for bucket in unit.buckets for member in bucket.members]
-        lets_in = self._alone and not self._loss_scale.scales
+        lets_in = self._alone and not self._denominator.loss_scale.scales
         self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, lets_in)
         for module in model.modules():
             module.register_state_dict_post_hook(eager(weakly(self._copies, WeightCopies.in_state_dict)))
@@ -98,8 +98,8 @@ class ForwardHooks:
         self._refusal = why
 
     @property
-    def _loss_scale(self) -> LossScale:
-        return self._progress.denominator.loss_scale
+    def _passes(self) -> Passes:
+        return self._denominator.passes
 
     # -- the model ---------------------------------------------------------------------------------------------
 
@@ -112,8 +112,8 @@ class ForwardHooks:
             self._begin(module)
         if self._units[0].is_root:
             self.before_unit(0)
-        if self._loss_scale.scales and (begins or again) and torch.is_grad_enabled():
-            args, kwargs = self._loss_scale.of_inputs((args, kwargs))
+        if self._denominator.loss_scale.scales and (begins or again) and torch.is_grad_enabled():
+            args, kwargs = self._passes.of_inputs((args, kwargs))
         return (self._cast(args), self._cast(kwargs)) if self._compute in _HALF else (args, kwargs)
 
     def _is_in_pass(self, model: nn.Module) -> bool:
@@ -136,12 +136,12 @@ class ForwardHooks:
         take_over_edits(bucket for unit in self._units for bucket in unit.buckets)
         self._tree.check(model)
         unsettled = not schedule.order.agreed or schedule.awaits_backward
-        self._loss_scale.begin_forward(model)
+        self._passes.begin_forward(model)
         if schedule.backward is not None:  # it raised: some gradients hold a part of it and some do not
-            self._progress.backward_raised()
+            self._backward.raised.backward_raised()
             schedule.zero_grad()
         if training:
-            self._progress.begin_forward()
+            self._backward.raised.begin_forward()
         schedule.begin_forward(training)
         self._regions.begin()
         if training and (self._backward.surprised or unsettled):
@@ -151,7 +151,7 @@ class ForwardHooks:
         """A forward of the model has returned `output`; returns what its caller gets. Collective where a pass ends."""
         output = self._copies.of_output(output)
         if inside_backward():  # a reentrant checkpoint around the model differentiates what it runs again
-            return self._loss_scale.of_output(output) if is_differentiated() else output
+            return self._passes.of_output(output) if is_differentiated() else output
         if self._units[0].is_root:
             self.after_unit(0, module, args, output)
         return self._end(output) if self._is_pass(module) else output
@@ -166,16 +166,16 @@ class ForwardHooks:
         schedule.end_forward()
         if training and not schedule.order.agreed:
             self._agreement.agree_on_order()
-        return self._loss_scale.of_output(output) if schedule.ends_model else output
+        return self._passes.of_output(output) if schedule.ends_model else output
 
     def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward of the model has returned, or raised."""
         if self._is_pass(module):
             self._outside.close()
             self._saved.end()
-            self._loss_scale.end_forward(module)
+            self._passes.end_forward(module)
             if self._schedule.forward is not None:
-                self._progress.forward_raised(torch.is_grad_enabled())
+                self._backward.raised.forward_raised(torch.is_grad_enabled())
                 self._schedule.abandon_forward()
 
     def _cast(self, inputs: Any) -> Any:
@@ -201,7 +201,7 @@ class ForwardHooks:
             self._backward.recover()
             self._outside.open()
             if torch.is_grad_enabled():
-                self._loss_scale.check_unit(unit.title)
+                self._passes.check_unit(unit.title)
         if not self._schedule.order.agreed and (pair := self._regions.enter(index, args)):
             self._schedule.program.join([pair])
         self._exchanges.before_weights(unit, Purpose.FORWARD)

@@ -12,6 +12,7 @@ from terrazzo.engine.consensus.row_exchanges import RowExchanges
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks, GradientListener
 from terrazzo.engine.hooks.forward_hooks import ForwardHooks
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.progress.raised_passes import RaisedPasses
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
@@ -29,8 +30,15 @@ class ModelHooks:
     def __init__(self, units: Sequence[Unit], schedule: Schedule, sharding: ShardingSpec, progress: Progress) -> None:
         self._names, self._exchanges = units[0].names, RowExchanges(schedule)
         self._agreement = Agreement(units, schedule, sharding.axes, progress)
-        self._backward = BackwardHooks(units, schedule, sharding, progress, self._exchanges, self._agreement)
-        self._forward = ForwardHooks(units, schedule, sharding, progress, self._exchanges, self._backward)
+        self._backward = BackwardHooks(
+            units, schedule, sharding, progress.denominator, self._exchanges, self._agreement
+        )
+        self._forward = ForwardHooks(units, schedule, sharding, progress.denominator, self._exchanges, self._backward)
+
+    @property
+    def raised(self) -> RaisedPasses:
+        """What is known of passes that raised."""
+        return self._backward.raised
 
     def attach(self, model: nn.Module) -> None:
         """Register every hook on `model`, its modules and its trainable parameters."""

@@ -57,7 +57,7 @@ class Drivers:
         """
         self._drivers.append(driver)
         self._templates = [*self._templates, *templates]
-        self._progress.denominator.loss_scale = driver.loss_scale
+        self._progress.denominator.scale_by(driver.loss_scale)
         self._added(driver.optimizer)
 
     def on_added(self, call: Callable[[Optimizer], None]) -> None:
@@ -86,7 +86,7 @@ class Drivers:
             driver.retire()
         self._drivers = []
         self._progress.hyper_parameters.clear()
-        self._progress.denominator.loss_scale = LossScale()
+        self._progress.denominator.scale_by(LossScale())
         self.drop_gone()
 
     def drop_gone(self, alive: Collection[Optimizer] = ()) -> None:

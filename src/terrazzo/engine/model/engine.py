@@ -33,6 +33,7 @@ from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.progress.raised_passes import RaisedPasses
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.schedule.schedule import Schedule
@@ -118,6 +119,11 @@ class Engine:
     @property
     def precision(self) -> Precision:
         return self.sharding.precision
+
+    @property
+    def raised(self) -> RaisedPasses:
+        """What is known of passes that raised."""
+        return self.hooks.raised
 
     @property
     def bill(self) -> MemoryBill:

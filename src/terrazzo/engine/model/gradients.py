@@ -50,7 +50,7 @@ class ModelGradients:
 
     def zero(self, set_to_none: bool) -> None:
         """Forget every gradient, or set finished ones to zero."""
-        note_zeroed(self.buckets, self.schedule, self.progress, set_to_none)
+        note_zeroed(self.buckets, self.schedule, self.progress, self.hooks.raised, set_to_none)
         for driver in self.drivers:
             driver.forget(set_to_none)
         self.schedule.zero_grad(set_to_none)
@@ -61,7 +61,7 @@ class ModelGradients:
         Raises:
             Misuse: there.
         """
-        if self.schedule.backward is not None or self.progress.abandoned:
+        if self.schedule.backward is not None or self.hooks.raised.abandoned:
             raise Misuse(
                 f"{what} was called after a backward that raised, or inside of one: a part of the parameters have "
                 "gradients, and the others have none. Call optimizer.zero_grad() instead, or leave it out, and run "

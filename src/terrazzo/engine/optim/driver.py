@@ -29,6 +29,7 @@ from terrazzo.engine.optim.zeroing import note_zeroed
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.progress.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.progress.noted_numbers import NotedNumbers
+from terrazzo.engine.progress.raised_passes import RaisedPasses
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.callers import is_inside_own_step
 from terrazzo.engine.runtime.private_torch import plainly
@@ -47,6 +48,10 @@ class Driven(Protocol):
     units: Sequence[Unit]
     progress: Progress
     schedule: Schedule
+
+    @property
+    def raised(self) -> RaisedPasses:
+        """What is known of passes that raised."""
 
     def before_step(self) -> None:
         """Gradients are about to be taken, and master weights to be changed."""
@@ -265,7 +270,8 @@ class OptimizerDriver:
         """Forget the gradients of its own parameters, or set finished ones to zero."""
         if not self._retired and (model := self._model()) is not None:
             trainable = (bucket for unit in model.units for bucket in unit.trainable())
-            note_zeroed(trainable, self.schedule, self.progress, set_to_none, self.groups.numbers.start)
+            first = self.groups.numbers.start
+            note_zeroed(trainable, self.schedule, self.progress, model.raised, set_to_none, first)
         self.forget(set_to_none)
         if self.schedule.backward is not None:  # it raised: gradients of all optimizers hold a part of it, or not
             self.schedule.zero_grad(set_to_none)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.progress.raised_passes import RaisedPasses
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
@@ -13,7 +14,12 @@ __all__ = ["note_zeroed"]
 
 
 def note_zeroed(
-    buckets: Iterable[Bucket], schedule: Schedule, progress: Progress, set_to_none: bool, first: int = 0
+    buckets: Iterable[Bucket],
+    schedule: Schedule,
+    progress: Progress,
+    raised: RaisedPasses,
+    set_to_none: bool,
+    first: int = 0,
 ) -> None:
     """Gradients are about to be forgotten, or set to zero: on every rank, where there are any.
 
@@ -25,7 +31,7 @@ def note_zeroed(
         Misuse: where zeros are asked for, and there are no finished gradients yet.
     """
     gradients, which = [bucket.gradient for bucket in buckets], "" if set_to_none else "set_to_none=False"
-    failed = progress.failed or schedule.backward is not None
+    failed = raised.any or schedule.backward is not None
     if not (set_to_none or failed) and any(gradient.unfinished for gradient in gradients):
         raise Misuse(
             "zero_grad(set_to_none=False) was called while gradients were still being accumulated: there are none "
@@ -34,4 +40,4 @@ def note_zeroed(
         )
     if failed or any(gradient.exists for gradient in gradients):
         progress.note(f"zero_grad({which})" + (f" of param group {first} and on" if first else ""))
-    progress.gradients_zeroed()
+    raised.gradients_zeroed()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from terrazzo.engine.plan.moves import Divisor
 from terrazzo.engine.progress.loss_scale import LossScale
+from terrazzo.engine.progress.scaled_passes import Passes, ScaledPasses
 from terrazzo.errors import Misuse
 
 __all__ = ["Denominator"]
@@ -19,11 +20,17 @@ class Denominator:
         ranks: over which gradients are summed.
         chosen: by the user, in place of their number; None where that is meant.
         loss_scale: what gradients have been multiplied by on their way in: that of the optimizer's driver, if any.
+        passes: what multiplies them.
     """
 
     ranks: int
     chosen: float | None = None
     loss_scale: LossScale = field(default_factory=LossScale)
+    passes: Passes = field(default_factory=Passes)
+
+    def scale_by(self, loss_scale: LossScale) -> None:
+        """Have passes multiply gradients by another loss scale from now on, and divide it out."""
+        self.loss_scale, self.passes = loss_scale, ScaledPasses(loss_scale) if loss_scale.scales else Passes()
 
     def choose(self, chosen: float | None, in_use: bool) -> None:
         """Set what the user chooses.

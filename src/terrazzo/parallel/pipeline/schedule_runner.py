@@ -118,8 +118,8 @@ class ScheduleRunner:
             self.messages.abandon()
             schedule.zero_grad()
             if self.trains:  # as behind a backward that raised: nothing goes on but the whole step, run again
-                self.engine.progress.begin_backward(has_gradients=True)
-                self.engine.progress.backward_raised()
+                self.engine.raised.begin_backward(has_gradients=True)
+                self.engine.raised.backward_raised()
             raise
 
     def _meets_in_passes(self, schedule: PipelineSchedule) -> bool:
@@ -257,7 +257,7 @@ class ScheduleRunner:
     def _backward(self, action: Action, grad: Tensor | None) -> None:
         received, grads, result, auxiliary = self._forwards.pop((action.stage, action.micro_batch))
         if grad is not None:
-            self.engine.progress.denominator.loss_scale.gradient_has_it()  # it comes from the last stage
+            self.engine.progress.denominator.passes.gradient_has_it()  # it comes from the last stage
         torch.autograd.backward((result, *auxiliary), (grad, *(None for _ in auxiliary)))
         if received is not None and (successor := self._successor(action)) is not None:
             self._returns[action.stage] += bool(grads)
