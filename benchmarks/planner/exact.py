@@ -119,7 +119,7 @@ def _activations() -> Iterator[Check]:
         found = re.search(r"act=([\d.]+)GiB", row["notes"])
         assert found, row["id"]
         setup = _megatron(row)
-        block = setup.model.blocks[0].block
+        block = setup.model.repeated[0].block
         assert block
         saved = block_activations(setup, block).saved * setup.model.layers / setup.mesh.pp
         value = saved * in_flight(setup, 0) / GIB

@@ -92,7 +92,7 @@ class Cell:
         """
         setup = self.setup("zero3")
         found, network = setup.cluster.device, Network(setup.cluster.device)
-        (block,) = setup.model.blocks
+        (block,) = setup.model.repeated
         matrices = sum(tensor.numel for tensor in block.tensors if tensor.role == "matrix")
         near = network.bandwidth(group_of(setup.mesh, "dp_shard"))
         far = network.bandwidth(group_of(setup.mesh, "dp_replicate"))

@@ -73,7 +73,7 @@ def test_what_is_frozen_has_no_weight_gradients() -> None:
 def test_what_is_frozen_is_recomputed_all_the_same() -> None:
     options = {"memory_bytes": None, "gpu": "h100-sxm", "sequence": 8192}
     plain, lora = (build_setup(asked(**options, lora=rank)) for rank in (None, 1))
-    trained, frozen = (block_seconds(setup, setup.model.blocks[0]) for setup in (plain, lora))
+    trained, frozen = (block_seconds(setup, setup.model.repeated[0]) for setup in (plain, lora))
     assert frozen.matmul < 0.75 * trained.matmul
     assert frozen.recompute == pytest.approx(trained.recompute, rel=0.05)
     assert frozen.matmul * frozen.products_share == pytest.approx(trained.matmul / 3, rel=0.08)
@@ -85,7 +85,7 @@ def test_blocks_in_front_of_all_that_is_trained_run_forward_alone() -> None:
     def seconds(precision: str, checkpointing: str, freeze: str) -> Seconds:
         options = {"memory_bytes": None, "gpu": HOST, "precision": precision, "checkpointing": checkpointing}
         setup = build_setup(asked(**options, freeze=freeze))
-        return block_seconds(setup, setup.model.blocks[0])
+        return block_seconds(setup, setup.model.repeated[0])
 
     front, inside = "model.embed*,model.layers.?.*", "model.layers.?.*"  # the embedding's gradient goes back through
     both_ways = seconds("bf16", "none", inside)
@@ -120,9 +120,9 @@ def test_tensors_are_frozen_by_name() -> None:
     shape = build_setup(asked(freeze="model.embed_tokens.*, model.layers.1?.mlp.*")).model
     assert shape.numel - shape.trainable_numel == VOCAB * HIDDEN + 10 * 3 * HIDDEN * FFN
     assert shape.layers == LAYERS
-    assert sum(unit.count for unit in shape.blocks if not all(t.trainable for t in unit.tensors)) == 10
+    assert sum(unit.count for unit in shape.repeated if not all(t.trainable for t in unit.tensors)) == 10
     every = build_setup(asked(freeze=["*.mlp.*"])).model
-    assert len(every.blocks) == 1
+    assert len(every.repeated) == 1
     with pytest.raises(BadInput, match=r"'\*\.mpl\.\*' matches no parameter of"):
         build_setup(asked(freeze="*.mpl.*"))
     with pytest.raises(BadInput, match=r"leave nothing of .* to train"):

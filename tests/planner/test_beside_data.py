@@ -306,7 +306,7 @@ def cut_tiny(family: str, size: int) -> tuple[nn.Module, TensorRanks, dict[str, 
 def test_parts_of_experts_are_cut_along_both_axes(ep: int) -> None:
     setup = build_setup(Request("mixtral-8x7b", 8, gpu="h100-sxm", tp=4, ep=ep))
     placement = placement_of(replace(setup, framework=Framework("megatron")), ON_DEVICE)
-    unit = setup.model.blocks[0]
+    unit = setup.model.repeated[0]
     experts = [
         (bucket, each) for bucket in buckets(unit, placement) for each in bucket.tensors if each.role == "expert"
     ]

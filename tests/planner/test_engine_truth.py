@@ -89,7 +89,7 @@ def frozen_in_front(config: Mapping[str, Any]) -> tuple[nn.Module, ModelShape]:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
     shape = with_ends(with_frozen(model_shape(dict(config)), patterns))
-    assert [(unit.count, unit.forward_only) for unit in shape.blocks] == [(2, True), (1, False)]
+    assert [(unit.count, unit.forward_only) for unit in shape.repeated] == [(2, True), (1, False)]
     return model, shape
 
 
@@ -409,4 +409,4 @@ def test_weights_of_frozen_blocks_in_front_are_read_once(tmp_path: Path) -> None
     (read,) = on_ranks(1, body)
     promised = sum(term.value for term in traffic_of(setup).collectives if "from disk" in term.name)
     assert promised <= read <= promised + 4096 * 6 * 9
-    assert read < promised + 2 * sum(unit.numel * unit.count for unit in shape.blocks if unit.forward_only)
+    assert read < promised + 2 * sum(unit.numel * unit.count for unit in shape.repeated if unit.forward_only)

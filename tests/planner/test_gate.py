@@ -125,10 +125,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "stages without a micro-batch": (
         "terrazzo", {"pp": 4, "micro_batches": 3}, "terrazzo", {"pp": 4, "micro_batches": 4},
     ),
-    "checkpointing of one unit": (
-        "terrazzo", {"model": {**OURS, "layers": 1}, "checkpointing": "full"},
-        "terrazzo", {"model": OURS, "checkpointing": "full"},
-    ),
     "stage that trains nothing": (
         "terrazzo", {"pp": 2, "freeze": "model.embed*,model.layers.?.*,model.layers.1?.*"},
         "terrazzo", {"pp": 2, "freeze": "model.embed*,model.layers.?.*"},

@@ -100,7 +100,7 @@ def test_activations_of_korthikanti(
             sequence_parallel=mode == "selective",
             virtual_stages=chunks,
         )
-        block = model.blocks[0].block
+        block = model.repeated[0].block
         assert block is not None
         saved = block_activations(made, block).saved * layers / pp * in_flight(made, 0)
         assert saved / 2**30 == expected
@@ -237,7 +237,7 @@ def test_a_share_of_the_units_is_a_share_of_the_states(share: float) -> None:
     """Of 33 units the root comes first and stays."""
     model = llama(32, 4096, 14336, 32, 8, 128_256)
     memory = memory_of(setup(model, Plan("D", "D", f"D@cpu:{share}", f"D@cpu:{share}"), sequence=4096))
-    moved = {0.25: 8, 0.5: 16, 1.0: 32}[share] * model.blocks[0].numel + (share == 1) * model.root.numel
+    moved = {0.25: 8, 0.5: 16, 1.0: 32}[share] * model.repeated[0].numel + (share == 1) * model.root.numel
     for term, each in (("gradients", 4), ("moments", 8)):
         on_host = next(found.value for found in memory.host if found.name == term)
         assert on_host == pytest.approx(each * moved / 8, rel=1e-3)

@@ -132,7 +132,7 @@ def test_blocks_keep_of_rotations_and_shared_inputs_what_is_promised(
         first: Tensor = output[0] if isinstance(output, tuple) else output
         return first
 
-    (unit,) = shape_of_config({"model_type": family, **values}, family).blocks
+    (unit,) = shape_of_config({"model_type": family, **values}, family).repeated
     assert unit.block is not None
     assert promised(unit.block, dtype) == pytest.approx(saved_bytes(run, module, dtype), rel=0.06)
 
@@ -249,7 +249,7 @@ def test_published_copies_of_llama_8b() -> None:
             precision=Precision.named("bf16"),
             compile=compiled,
         )
-        block = model.blocks[0].block
+        block = model.repeated[0].block
         assert block is not None
         found = block_activations(setup, block)
         return found.saved / 1024 / model.hidden, found.saved_upper / 1024 / model.hidden
@@ -266,7 +266,7 @@ def test_published_copies_of_llama_8b() -> None:
 def test_tensor_and_context_parallelism_divide() -> None:
     """Table 2 of arXiv 2205.05198: s b h (10 + 24 / t) with tensor, and 34 / t with sequence parallelism too."""
     model = gpt(1, 512, 8, 1000)
-    block = model.blocks[0].block
+    block = model.repeated[0].block
     assert block is not None
     sbh = 1024 * 512
     setup = Setup(model, Cluster(CUDA), Plan.named("zero0"), sequence=1024, precision=Precision.named("bf16"))

@@ -143,7 +143,7 @@ def assert_same_units(shape: ModelShape, model: nn.Module) -> None:
         for tensors, run in itertools.groupby(tensors_of(shape)[1:], key=lambda pair: pair[1])
     ]
     assert ours == runs
-    assert {unit.name for unit in shape.blocks} <= set(found)
+    assert {unit.name for unit in shape.repeated} <= set(found)
     assert shape.numel == sum(p.numel() for p in model.parameters())
 
 
@@ -185,7 +185,7 @@ def test_windows_are_those_of_transformers(config: dict[str, Any]) -> None:
     built = transformers.AutoConfig.for_model(config["model_type"], pad_token_id=0, **kept)
     near = built.layer_types.count("sliding_attention")
     shape = shape_of_config(config, "test")
-    counts = {unit.block.window: unit.count for unit in shape.blocks if unit.block}
+    counts = {unit.block.window: unit.count for unit in shape.repeated if unit.block}
     assert counts == {
         width: count for width, count in ((built.sliding_window, near), (None, shape.layers - near)) if count
     }
@@ -195,7 +195,7 @@ def test_windows_are_those_of_transformers(config: dict[str, Any]) -> None:
     ("given", "expected"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)]
 )
 def test_a_window_over_all_layers(given: dict[str, Any], expected: int | None) -> None:
-    (unit,) = shape_of_config({"model_type": "mistral", **SMALL, **given}, "test").blocks
+    (unit,) = shape_of_config({"model_type": "mistral", **SMALL, **given}, "test").repeated
     assert unit.block is not None
     assert unit.block.window == expected
 
@@ -208,7 +208,7 @@ def test_blocks_compute_what_their_modules_hold(config: dict[str, Any]) -> None:
     """Norms by the channels that they see, and the width of attention, measured on the modules themselves."""
     shape = shape_of_config(config, "test")
     model = on_meta(config)
-    for unit in shape.blocks:
+    for unit in shape.repeated:
         block = unit.block
         assert block is not None
         inside = dict(model.get_submodule(unit.name).named_modules())
@@ -229,7 +229,7 @@ def test_heads_rotate_by_as_many_channels_as_their_tables_have(config: dict[str,
     tables = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
     turned = {2 * buffer.numel() for name, buffer in tables.items() if name.endswith("inv_freq")}
     turned |= {tables["embed_positions"].shape[1]} if config["model_type"] == "gptj" else set()
-    found = {unit.block.rotated for unit in shape.blocks if unit.block}
+    found = {unit.block.rotated for unit in shape.repeated if unit.block}
     assert found == ({0} if config.get("alibi") else turned or {0})
 
 
@@ -249,7 +249,7 @@ def test_heads_rotate_by_as_many_channels_as_their_tables_have(config: dict[str,
     ],
 )
 def test_heads_of_published_models_rotate(preset: str, changes: dict[str, Any], turned: int) -> None:
-    (unit,) = shape_of_config({**PRESETS[preset], **changes}, preset).blocks
+    (unit,) = shape_of_config({**PRESETS[preset], **changes}, preset).repeated
     assert unit.block is not None
     assert unit.block.rotated == turned
 
@@ -260,7 +260,7 @@ def test_layers_without_a_rotary_embedding(rotating: list[int] | None, turned: i
     sizes = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 11008}
     config = {"model_type": "smollm3", **sizes, "num_hidden_layers": 36, "vocab_size": 128256}
     shape = shape_of_config({**config, "no_rope_layers": rotating}, "smollm3")
-    by_channels = {unit.block.rotated: unit.count for unit in shape.blocks if unit.block}
+    by_channels = {unit.block.rotated: unit.count for unit in shape.repeated if unit.block}
     assert by_channels == {128: turned, 0: 36 - turned}
     with pytest.raises(BadInput, match=r"no_rope_layers is .* one entry for each of the 36"):
         shape_of_config({**config, "no_rope_layers": [1, 0]}, "smollm3")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.config import config_from_dict
+from terrazzo.engine.plan.unit_choice import find_units
 from terrazzo.errors import BadInput
 from terrazzo.planner.model import meta
 from terrazzo.planner.model.closed_form import shape_of_config
@@ -75,7 +76,7 @@ def test_every_fourth_layer_of_cohere2_sees_the_whole_sequence() -> None:
 
 def blocks_of(shape: ModelShape) -> list[Any]:
     """One for each layer."""
-    return [unit for unit in shape.blocks for _ in range(unit.count)]
+    return [unit for unit in shape.repeated for _ in range(unit.count)]
 
 
 @pytest.mark.parametrize("config", [DECODER, UNTIED], ids=["tied", "untied"])
@@ -86,7 +87,7 @@ def test_the_built_in_decoder(config: DecoderConfig) -> None:
     assert tensors_of(model_shape(vars(config))) == tensors_of(shape)
     assert shape.tied == model_shape(vars(config)).tied == config.tie_embeddings
     assert shape.matmul_numel == config.matmul_numel
-    block = shape.blocks[0].block
+    block = shape.repeated[0].block
     assert block is not None
     assert (block.hidden, block.heads, block.kv_heads, block.ffn, block.gated) == (96, 6, 2, 160, True)
     assert (shape.layers, shape.positions, shape.vocab) == (3, 64, 500)
@@ -124,9 +125,11 @@ def test_the_built_in_decoders_experts_and_attention(parts: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("width", [96, 1200], ids=["small", "large"])
 def test_a_decoder_of_one_block_computes_it(width: int) -> None:
-    """Nothing repeats in it, so that there is one unit, which has the block; large layers are no blocks."""
+    """Nothing repeats in it, but it names the class of its blocks; of the large one every matrix could be a unit."""
     config = replace(DECODER, layers=1, dim=width)
-    shape = model_shape(build_model(config, device="meta"))
+    model = build_model(config, device="meta")
+    assert find_units(model, None)[0] == ["blocks.0"]
+    shape = model_shape(model)
     section = {
         "kind": "decoder",
         "layers": 1,
@@ -143,7 +146,7 @@ def test_a_decoder_of_one_block_computes_it(width: int) -> None:
     assert shape.matmul_numel == config.matmul_numel
     assert tensors_of(shape) == tensors_of(model_shape(config.to_dict()))
     two = model_shape(build_model(replace(config, layers=2), device="meta"))
-    assert shape.blocks[0].block == two.blocks[0].block
+    assert shape.repeated[0].block == two.repeated[0].block
 
 
 def test_large_layers_where_nothing_repeats_are_no_blocks() -> None:
@@ -188,7 +191,7 @@ def test_a_model_that_is_no_transformer() -> None:
     assert [unit.name for unit in shape.units] == ["", "wide"]
     assert roles(shape)["stem.weight"] == "matrix"
     assert roles(shape)["norm.weight"] == "vector"
-    assert (shape.vocab, shape.tied, shape.hidden, shape.blocks[0].block) == (0, False, 0, None)
+    assert (shape.vocab, shape.tied, shape.hidden, shape.repeated[0].block) == (0, False, 0, None)
     assert shape.numel == sum(p.numel() for p in Classifier().parameters())
 
 
@@ -235,7 +238,7 @@ def test_roles_are_guessed_from_types() -> None:
     found = roles(shape, 1)
     assert (found["gate.weight"], found["attn.weight"], found["attn.bias"]) == ("router", "matrix", "vector")
     assert found["experts.3.weight"] == "expert"
-    block = shape.blocks[0].block
+    block = shape.repeated[0].block
     assert block is not None
     assert (block.experts, block.active_experts, block.hidden, block.heads, block.head_dim) == (4, 1, 8, 2, 4)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
@@ -271,7 +274,7 @@ def built_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_families_are_built_and_measured(config: dict[str, Any]) -> None:
     shape = model_shape(config | {"pad_token_id": 0})
     assert_same_units(shape, on_meta(config))
-    assert all(unit.block is not None and unit.block.hidden == 96 and unit.block.heads == 6 for unit in shape.blocks)
+    assert all(unit.block is not None and unit.block.hidden == 96 and unit.block.heads == 6 for unit in shape.repeated)
     assert [tensor.role for tensor in shape.root.tensors].count("embedding") == 1
 
 

@@ -73,7 +73,7 @@ def setup(plan: str | Plan = "zero3", mesh: Mesh | None = None, gpu: str = "h100
     mesh = mesh or Mesh(dp_shard=8)
     cluster = Cluster(device(gpu), mesh.world_size)
     plan = Plan.named(plan) if isinstance(plan, str) else plan
-    found = Setup(llama(), cluster, plan, mesh, 8192, 1, 1, FSDP, "bf16", checkpointing="selective_half")
+    found = Setup(llama(), cluster, plan, mesh, 8192, precision=FSDP, matmul="bf16", checkpointing="selective_half")
     return replace(found, **changes)
 
 
@@ -225,9 +225,9 @@ def test_flops_follow_palm() -> None:
     """6 N + 12 L H Q T with N without the input embedding (arXiv 2204.02311, appendix B)."""
     assert flops_of(setup()) == pytest.approx(6 * (8.0303e9 - 0.5253e9) + 12 * 32 * 4096 * 8192, rel=1e-3)
     model = llama()
-    block = model.blocks[0].block
+    block = model.repeated[0].block
     assert block is not None
-    near = replace(model, units=(model.root, replace(model.blocks[0], block=replace(block, window=1024))))
+    near = replace(model, units=(model.root, replace(model.repeated[0], block=replace(block, window=1024))))
     less = flops_of(setup()) - flops_of(setup(model=near))
     assert less == pytest.approx(12 * 32 * 4096 * (8192 - 1024))
     fused, math = (timed(setup(model=near, attention=kernel)) for kernel in ("flash", "math"))
@@ -252,7 +252,7 @@ def test_flops_follow_palm() -> None:
 def test_rotations_move_what_heads_have(preset: str, compiled: bool, elements: int) -> None:
     """Elements per token: ten for each that plain operators turn, and two that putting it together copies."""
     found = setup(model=model_shape(preset), compile=compiled)
-    unit = found.model.blocks[0]
+    unit = found.model.repeated[0]
     assert unit.block is not None
     still = replace(unit, block=replace(unit.block, rotated=0))
     seconds = block_seconds(found, unit).memory - block_seconds(found, still).memory
@@ -263,7 +263,7 @@ def test_rotations_move_what_heads_have(preset: str, compiled: bool, elements: i
 def test_megatron_core_moves_what_compiled_blocks_do_but_for_residuals() -> None:
     """Its norms, rotations and SwiGLU are one kernel each; residuals are apart, 3 elements for 1.5."""
     ours, compiled = setup(framework=Framework("megatron")), setup(compile=True)
-    seconds = [block_seconds(found, found.model.blocks[0]).memory for found in (ours, compiled)]
+    seconds = [block_seconds(found, found.model.repeated[0]).memory for found in (ours, compiled)]
     more = 2 * 1.5 * 4096 * 3 * 2 * ours.rank_tokens  # of 16 bits, backward twice
     assert (seconds[0] - seconds[1]) * memory_rate(ours.cluster.device) == pytest.approx(more)
 
@@ -282,7 +282,7 @@ def test_what_selective_checkpointing_keeps_is_not_computed_twice(attention: str
     again = (step_flops(selective) - step_flops(none)) / none.tokens
     halved = products / 2 if mode == "selective_half" else 0
     assert again == pytest.approx(halved + (scores if attention == "math" else 0))
-    block = none.model.blocks[0].block
+    block = none.model.repeated[0].block
     assert block is not None
     kept = [block_activations(one, block) for one in (full, selective, none)]
     assert kept[0].saved < kept[1].saved < kept[2].saved
@@ -292,7 +292,7 @@ def test_what_selective_checkpointing_keeps_is_not_computed_twice(attention: str
 def test_every_second_product_is_what_torchtitan_keeps() -> None:
     """Of Llama 3 8B input, queries, values, attention, gate and down: 1 + 1 + 1/4 + 1 + 3.5 + 1 times its width."""
     made = setup(micro_batch=1)
-    block = made.model.blocks[0].block
+    block = made.model.repeated[0].block
     assert block is not None
     one = block_activations(made, block).saved / made.tokens / 2 / 4096
     assert one == 7.75
@@ -431,7 +431,7 @@ def test_enough_tokens_hide_the_update() -> None:
         return next(term for term in timed(offloaded).terms if term.formula == "time.host")
 
     few, many = host(512), host(65_536)
-    first = (llama().root.numel + llama().blocks[0].numel) / HOST_ADAM
+    first = (llama().root.numel + llama().repeated[0].numel) / HOST_ADAM
     assert many.value == pytest.approx(first, rel=1e-2)
     assert few.value > 5 * first
     assert few.inputs["total_s"] == many.inputs["total_s"] == host(512, "synchronous").value
@@ -442,7 +442,7 @@ def test_enough_tokens_hide_the_update() -> None:
 def test_only_offloaded_units_are_updated_on_the_host() -> None:
     terms = {term.name: term for term in timed(setup(plan=Plan("D", "D", "D@cpu:0.5", "D@cpu:0.5"))).terms}
     there, here = terms["update of offloaded states"], terms["optimizer step"]
-    block = llama().blocks[0].numel
+    block = llama().repeated[0].numel
     assert there.inputs["elements"] == pytest.approx(16 * block, rel=1e-3)
     whole = next(term for term in timed(setup()).terms if term.name == "optimizer step")
     assert here.value / whole.value == pytest.approx(1 - 16 * block / llama().numel, rel=1e-3)
@@ -478,7 +478,7 @@ def test_one_answer_takes_few_calls() -> None:
 def mixture(layers: int = 4, experts: int = 16) -> ModelShape:
     """A llama whose blocks hold routed experts in place of the MLP."""
     model = llama(layers, 1024, 512, 8, 4)
-    blocks = model.blocks[0]
+    blocks = model.repeated[0]
     assert blocks.block is not None
     kept = tuple(tensor for tensor in blocks.tensors if tensor.name not in ("gate", "up", "down"))
     stacks = [("gate", (experts, 512, 1024), "column"), ("down", (experts, 1024, 512), "row")]
@@ -506,8 +506,8 @@ def test_flops_of_attention_are_explained() -> None:
     """Two products forward and five backward of causal scores: half of 2 * tokens * sequence * hidden each."""
     term = next(term for term in timed(setup(micro_batches=2)).terms if term.name == "attention")
     assert term.inputs["flops"] == pytest.approx(2 * 32 * 7 * 8192 * 8192 * 4096)
-    narrow = replace(llama().blocks[0].block, head_dim=64, heads=64, value_dim=64)  # type: ignore[type-var]
-    model = replace(llama(), units=(llama().root, replace(llama().blocks[0], block=narrow)))
+    narrow = replace(llama().repeated[0].block, head_dim=64, heads=64, value_dim=64)  # type: ignore[type-var]
+    model = replace(llama(), units=(llama().root, replace(llama().repeated[0], block=narrow)))
     term = next(term for term in timed(setup(model=model, micro_batches=2)).terms if term.name == "attention")
     assert term.inputs["flops"] == pytest.approx(2 * 32 * 7 * 8192 * 8192 * 4096)
     assert term.value == pytest.approx(term.inputs["flops"] / 273e12, rel=0.08)  # 8,192 tokens, 64 channels
@@ -547,15 +547,17 @@ def test_ranks_share_the_products_of_a_batch_however_they_share_experts(axes: di
     mesh, model = Mesh(dp_shard=16 // tp, **axes), mixture()
     found = setup("zero1", mesh, model=model, micro_batch=tp, cluster=host)
     alone = setup("zero1", Mesh(dp_shard=16), model=model, cluster=host)
-    assert block_seconds(found, model.blocks[0]).matmul == pytest.approx(block_seconds(alone, model.blocks[0]).matmul)
+    assert block_seconds(found, model.repeated[0]).matmul == pytest.approx(
+        block_seconds(alone, model.repeated[0]).matmul
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_matrices_stored_input_first_cost_the_same(tp: int) -> None:
     """As GPT-2's are: [in, out]."""
     model = gpt(4, 1024, 16)
-    turned = tuple(replace(tensor, shape=tensor.shape[::-1]) for tensor in model.blocks[0].tensors)
-    other = replace(model, units=(model.root, replace(model.blocks[0], tensors=turned)))
+    turned = tuple(replace(tensor, shape=tensor.shape[::-1]) for tensor in model.repeated[0].tensors)
+    other = replace(model, units=(model.root, replace(model.repeated[0], tensors=turned)))
     first, second = (
         timed(setup("zero0", Mesh(tp=tp), model=shape, sequence=2048, checkpointing="none")) for shape in (model, other)
     )
@@ -565,7 +567,7 @@ def test_matrices_stored_input_first_cost_the_same(tp: int) -> None:
 def test_learned_positions_are_where_the_embedding_is() -> None:
     model = gpt(4, 1024, 16)
     positions = TensorShape("positions", (65536, 1024), "vector")
-    model = replace(model, units=(replace(model.root, tensors=(*model.root.tensors, positions)), *model.blocks))
+    model = replace(model, units=(replace(model.root, tensors=(*model.root.tensors, positions)), *model.repeated))
     with_them = setup("zero0", Mesh(pp=2), model=model, sequence=1024, micro_batches=2, framework=Framework("megatron"))
     without = replace(with_them, model=gpt(4, 1024, 16))
     more = [
@@ -816,7 +818,7 @@ def test_what_is_measured_of_messages_counts_for_each() -> None:
 
 def rate_of_attention(gpu: str, kernel: Any = "flash", sequence: int = 16384, head_dim: int = 128) -> float:
     asked = build_setup(Request("llama3-8b", 8, gpu, "zero3", attention=kernel, sequence=sequence))
-    (block,) = (unit.block for unit in asked.model.blocks)
+    (block,) = (unit.block for unit in asked.model.repeated)
     assert block is not None
     return attention_rate(asked, replace(block, head_dim=head_dim, value_dim=head_dim))
 
@@ -901,7 +903,7 @@ def test_flash_attention_is_slower_on_short_sequences_and_narrow_heads(
 def test_attention_over_shared_sequences_costs_what_its_tiles_are_put_together_for() -> None:
     """Each rank's part of one sequence alone would be a quarter; heads are shared at no such cost."""
     whole = setup(mesh=Mesh(dp_shard=8))
-    block = whole.model.blocks[0].block
+    block = whole.model.repeated[0].block
     assert block is not None
     shared = {mode: replace(whole, mesh=Mesh(dp_shard=2, cp=4), context=mode) for mode in ("ulysses", "gather", "ring")}
     seconds = {mode: attention_seconds(each, block) for mode, each in shared.items()}
@@ -926,7 +928,7 @@ def test_the_flops_of_products_are_counted_and_not_made_of_their_seconds() -> No
 def test_a_rank_of_more_than_there_are_key_heads_keeps_and_computes_one() -> None:
     """Of 8 key heads of 128 channels 16 ranks along tp have one each, as 8 have: half a head there is none."""
     eight, sixteen = (build_setup(Request("llama3-8b", 16, strategy="zero1", tp=tp)) for tp in (8, 16))
-    (block,) = (unit.block for unit in eight.model.blocks)
+    (block,) = (unit.block for unit in eight.model.repeated)
     assert block is not None
     item, tokens = 2, 4096
     keys_and_values = tokens * 2 * 128 * item
@@ -934,7 +936,7 @@ def test_a_rank_of_more_than_there_are_key_heads_keeps_and_computes_one() -> Non
     assert block_activations(sixteen, block).saved == pytest.approx(halved / 2 + keys_and_values)
     on_cpu = Device("a host", kind="cpu", peak_flops={"bf16": 1e12}, memory_bandwidth=1e11)
     flops = [
-        block_seconds(replace(each, cluster=Cluster(on_cpu, 16)), each.model.blocks[0]).matmul_flops
+        block_seconds(replace(each, cluster=Cluster(on_cpu, 16)), each.model.repeated[0]).matmul_flops
         for each in (eight, sixteen)
     ]
     keys = 6 * tokens * 2 * 128 * 4096
@@ -949,7 +951,7 @@ def test_one_block_in_n_is_the_first_of_each_n_in_time_memory_and_traffic() -> N
     )
     for count in (
         repeated_flops_per_token,
-        lambda made: sum(block_activations(made, unit.block).saved for unit in made.model.blocks if unit.block),
+        lambda made: sum(block_activations(made, unit.block).saved for unit in made.model.repeated if unit.block),
         lambda made: sum(term.value for term in traffic_of(made).collectives if term.purpose == "tensor"),
         lambda made: sum(term.value for term in PipelineRank(made, 0).terms() if term.formula == "time.recompute"),
     ):

@@ -175,7 +175,7 @@ def llama_8b() -> ModelShape:
 
 def llama_setup(plan: str, mesh: Mesh, **changes: Any) -> Setup:
     cluster = Cluster(device("h100"), mesh.world_size)
-    setup = Setup(llama_8b(), cluster, Plan.named(plan), mesh, 8192, 1, 1, PRECISIONS["bf16-pure"], "bf16")
+    setup = Setup(llama_8b(), cluster, Plan.named(plan), mesh, 8192, precision=PRECISIONS["bf16-pure"], matmul="bf16")
     return replace(setup, **changes)
 
 
@@ -235,10 +235,10 @@ def test_ranks_that_compute_the_whole_attention_send_all_keys_and_values() -> No
 def test_what_checkpointing_repeats_is_repeated_in_one_block_of_n() -> None:
     """Of 32 blocks every eighth: an eighth of what full checkpointing sends beyond none."""
     model = llama_8b()
-    assert model.blocks[0].block is not None
-    routed = replace(model.blocks[0].block, experts=8, active_experts=2)
+    assert model.repeated[0].block is not None
+    routed = replace(model.repeated[0].block, experts=8, active_experts=2)
     expert = (TensorShape("experts", (8, 14336, 4096), "expert", "column"),)
-    mixture = replace(model, units=(model.root, replace(model.blocks[0], tensors=expert, block=routed)))
+    mixture = replace(model, units=(model.root, replace(model.repeated[0], tensors=expert, block=routed)))
     setup = llama_setup("zero1", Mesh(dp_shard=8, cp=2, ep=4), model=mixture)
     changes: list[dict[str, Any]] = [{}, {"checkpointing": "full"}, {"checkpointing": "full", "every": 8}]
     for word in ("keys and values", "expert tokens"):
@@ -263,7 +263,7 @@ def test_pipeline_boundaries() -> None:
 
 def test_expert_tokens() -> None:
     model = llama_8b()
-    blocks, root = model.blocks[0], model.root
+    blocks, root = model.repeated[0], model.root
     assert blocks.block is not None
     expert = (TensorShape("experts", (8, 14336, 4096), "expert", "column"),)
     mixture = replace(blocks, tensors=expert, block=replace(blocks.block, experts=8, active_experts=2))
@@ -296,7 +296,7 @@ def test_experts_rest_split_over_the_ranks_that_gather_them() -> None:
 def test_offload_copies(offload: str, pcie: int, disk: int, of_blocks: int) -> None:
     """Bytes for each element of a rank's shard."""
     setup = llama_setup("zero3", Mesh(dp_shard=8), precision=PRECISIONS["bf16"])
-    psi, blocks = llama_8b().numel / 8, 32 * llama_8b().blocks[0].numel / 8
+    psi, blocks = llama_8b().numel / 8, 32 * llama_8b().repeated[0].numel / 8
     found = traffic_of(replace(setup, plan=Plan.named(f"zero3@{offload}"))).links
     assert found["pcie"] == pytest.approx(psi * pcie + blocks * of_blocks, rel=1e-3)
     assert found.get("disk", 0) == pytest.approx(disk and psi * disk + blocks * of_blocks, rel=1e-3)
@@ -308,13 +308,13 @@ def test_weights_of_frozen_blocks_in_front_come_from_the_host_once() -> None:
     setup = llama_setup("zero3", Mesh(dp_shard=8), precision=PRECISIONS["bf16"])
     setup = replace(setup, model=shape, plan=Plan.named("zero3@cpu-all"), micro_batches=3)
     found = {term.name: term.value for term in traffic_of(setup).collectives}
-    elements, block = shape.numel / 8, shape.blocks[0].numel / 8
+    elements, block = shape.numel / 8, shape.repeated[0].numel / 8
     assert found["copy weights to the device"] == pytest.approx(3 * 2 * (elements + 22 * block), rel=1e-3)
 
 
 def test_stages_gather_what_no_gradient_goes_back_through_once_for_each_forward() -> None:
     setup = replace(llama_setup("zero3", Mesh(pp=2, dp_shard=4)), micro_batches=4)
-    block = setup.model.blocks[0]
+    block = setup.model.repeated[0]
     for unit, passes in ((block, 8), (replace(block, forward_only=True), 4)):
         repeats = repetitions(setup, unit)
         assert repeats["forward"] + repeats["backward"] == passes
@@ -323,7 +323,7 @@ def test_stages_gather_what_no_gradient_goes_back_through_once_for_each_forward(
 def test_shares_of_the_units_copy_their_share() -> None:
     """Of 33 units the last 16 are on the host."""
     setup = llama_setup("zero3", Mesh(dp_shard=8), precision=PRECISIONS["bf16"])
-    block = llama_8b().blocks[0].numel / 8
+    block = llama_8b().repeated[0].numel / 8
     found = traffic_of(replace(setup, plan=Plan("D", "D", "D@cpu:0.5", "D@cpu:0.5"))).links
     assert found["pcie"] == pytest.approx(16 * block * (4 + 2), rel=1e-3)
 

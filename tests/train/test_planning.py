@@ -97,7 +97,7 @@ def test_the_decoders_shape_is_that_of_its_modules(model: dict[str, Any]) -> Non
     assert shape.numel == sum(parameter.numel() for parameter in built.parameters())
     assert shape.matmul_numel == decoder_config(settings).matmul_numel
     assert (shape.layers, shape.computes) == (model.get("layers", 3), True)
-    assert len(shape.units) == (1 if shape.layers == 1 else 2)  # one block is no repeated one: all is one unit
+    assert len(shape.units) == 2  # the root, and the blocks, also where there is one
     measured = shape_of_module(built)
     for ours, theirs in zip(shape.units, measured.units, strict=True):
         assert ours.count == theirs.count
@@ -108,14 +108,14 @@ def test_windows_reach_the_planner_and_count_as_the_model_counts_them() -> None:
     attention = {"window": 64, "stride": 16, "full_every": 2}
     settings = config(model={"layers": 4, "attention": attention}, batch={"sequence_length": 256})
     setup = setup_of(settings, 1, HOST)
-    blocks = [(unit.count, unit.block.window, unit.block.stride) for unit in setup.model.blocks if unit.block]
+    blocks = [(unit.count, unit.block.window, unit.block.stride) for unit in setup.model.repeated if unit.block]
     assert blocks == [(2, 64, 16), (2, None, None)]
     assert flops_per_token(setup.model, setup.sequence) == num_flops_per_token(prepare_model(settings), 256)
     longer = {"sequence_length": 8192, "micro_batch": 1}
     flops = []
     for model in ({"attention": {"window": 64}}, {}):
         setup = setup_of(config(model=model, batch=longer), 1, HOST)
-        flops.append(attention_flops(setup, setup.model.blocks[0].block))
+        flops.append(attention_flops(setup, setup.model.repeated[0].block))
     assert flops[0] == pytest.approx(flops[1] * 2 * 64 / 8192, rel=0.01)
 
 
@@ -319,11 +319,11 @@ def test_more_is_left_to_doubt_than_estimates_were_wrong_by() -> None:
 
 
 def test_a_model_of_one_block_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it is gathered at once: where there is room for that, it is no reason to refuse."""
+    """Its one block is a unit, and the first of two, which are not there both, is recomputed."""
     free(monkeypatch, 8 * GIB)
     one = config(model={"layers": 1}, plan="zero3", train={"activation_checkpointing": "every_2"})
     check_plan(one, 2)
-    assert setup_of(one, 2).checkpointing == "none", "units are recomputed, and there is none"
+    assert setup_of(one, 2).checkpointed_share == 1
 
 
 def test_what_refuses_a_run_does_not_import_a_compiler_and_closed_forms_no_framework() -> None:

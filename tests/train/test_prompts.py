@@ -238,7 +238,7 @@ def test_the_planner_counts_tiles_and_causal_products() -> None:
     batch = {"sequence_length": 1024, "micro_batch": 1}
     prompts, causal = (config_from_dict({"model": model, "batch": batch}) for model in (PREFIX, {}))
     setups = [setup_of(each, 1, HOST) for each in (prompts, causal)]
-    one, other = (setup.model.blocks[0].block for setup in setups)
+    one, other = (setup.model.repeated[0].block for setup in setups)
     assert one is not None and other is not None and one.prefix and not other.prefix
     assert attention_flops(setups[0], one) == attention_flops(setups[1], other)
     assert attention_bytes(setups[0], one) > attention_bytes(setups[1], other) == 0

@@ -77,4 +77,4 @@ def _shared_and_frozen(setup: Setup) -> tuple[str, ...]:
 
 def _forward_only(setup: Setup) -> int:
     """How many blocks no gradient goes back through, which are the first ones."""
-    return sum(unit.count for unit in setup.model.blocks if unit.forward_only)
+    return sum(unit.count for unit in setup.model.repeated if unit.forward_only)

@@ -29,9 +29,9 @@ def find_units(model: nn.Module, units: Units | None, named: str = "units") -> t
     """Names of the modules that become units, in registration order, and why these.
 
     Args:
-        units: what the user asked for. None: a Hugging Face model's own list of blocks; else the class of the most
-            repeated block in a `ModuleList` or `Sequential`, where a container stands for the blocks inside; else each
-            module with a million parameters of its own. Containers have no forward and are never units.
+        units: what the user asked for. None: the model's own list of blocks, `_no_split_modules`; else the class of
+            the most repeated block in a `ModuleList` or `Sequential`, where a container stands for the blocks inside;
+            else each module with a million parameters of its own. Containers have no forward and are never units.
         named: what the user knows `units` by, for errors.
 
     Raises:

@@ -62,7 +62,7 @@ def meshes(request: Request) -> Iterator[Request]:
         return
     assert isinstance(request.gpus, int)
     model, domain = shape_of(request.model), max(build_cluster(request).device.scaleup_domain, 1)
-    blocks = [unit.block for unit in model.blocks if unit.block]
+    blocks = [unit.block for unit in model.repeated if unit.block]
     heads = min((block.kv_heads for block in blocks), default=1)
     most, named = _most_model_ranks(request, domain), (request.tp or 1) * (request.pp or 1)
     for tp in _sizes(request.tp, min(heads, domain)):
@@ -181,7 +181,7 @@ def _modes(request: Request, model: ModelShape, tp: int, cp: int) -> tuple[Mode,
     """The modes of attention over shared sequences that heads and windows allow; `gather` always is one."""
     if request.context is not None or cp == 1:
         return (request.context or CONTEXT,)
-    blocks = [unit.block for unit in model.blocks if unit.block]
+    blocks = [unit.block for unit in model.repeated if unit.block]
     by_heads = all(shares_heads(block.heads, cp, tp) for block in blocks)
     slides = any(block.window is not None for block in blocks)
     return tuple(mode for mode in MODES if (mode != "ulysses" or by_heads) and (not slides or computes_windows(mode)))

@@ -32,7 +32,7 @@ def decoder_section(shape: ModelShape, model: ModelSource) -> dict[str, Any]:
     Raises:
         BadInput: the section has no key for what the model is, so that a run would train another one.
     """
-    blocks = [unit.block for unit in shape.blocks if unit.block is not None]
+    blocks = [unit.block for unit in shape.repeated if unit.block is not None]
     if not blocks:
         raise _no_key(shape, "what its one unit computes is not known")
     block, ffn = blocks[0], {"ffn_dim": blocks[0].ffn}
@@ -72,7 +72,7 @@ def _config_of(model: ModelSource) -> Mapping[str, Any]:
 
 def _attention(shape: ModelShape) -> dict[str, Any]:
     """The section `model.attention`; empty where tokens see all before them."""
-    blocks = [(unit.name, unit.block) for unit in shape.blocks if unit.block is not None]
+    blocks = [(unit.name, unit.block) for unit in shape.repeated if unit.block is not None]
     if any(block.prefix for _, block in blocks):
         return {"prefix": True}
     windowed = next((block for _, block in blocks if block.window), None)

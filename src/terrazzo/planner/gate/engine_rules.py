@@ -113,18 +113,6 @@ def _stages_without_a_micro_batch(setup: Setup) -> bool:
     return setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp
 
 
-@terrazzo.warns(
-    "checkpointing of one unit",
-    reason=(
-        "{model} is one sharding unit, and activation checkpointing is of the units inside: nothing is recomputed."
-    ),
-    alternative="Leave it out, or make each repeated block a unit (plan.units).",
-    source="terrazzo.engine.unit_forwards.activation_checkpointing",
-)
-def _checkpointing_of_one_unit(setup: Setup) -> bool:
-    return setup.checkpointing != "none" and (not setup.model.repeated) and setup.model.computes
-
-
 @terrazzo.refuses(
     "stage that trains nothing",
     reason="One of the stages (pp {pp}) has no parameter to train, from which on gradients come back.",

@@ -78,15 +78,8 @@ def merged(units: Iterable[UnitShape]) -> list[UnitShape]:
 
 
 def _units(fields: Fields, sizes: Sizes) -> list[UnitShape]:
-    """The root and each layer. A single one that the engine does not find, since nothing repeats, is in the root."""
-    root, *layers = _root(fields, sizes), *_layers(fields, sizes)
-    if len(layers) > 1 or fields.family.lists_blocks:
-        return [root, *layers]
-    (layer,) = layers
-    inner = tuple(replace(tensor, name=f"{layer.name}.{tensor.name}") for tensor in layer.tensors)
-    buffer_bytes, front = root.buffer_bytes + layer.buffer_bytes, sum(tensor.is_table for tensor in root.tensors)
-    tensors = (*root.tensors[:front], *inner, *root.tensors[front:])
-    return [UnitShape("", tensors, block=layer.block, buffer_bytes=buffer_bytes)]
+    """The root and each layer."""
+    return [_root(fields, sizes), *_layers(fields, sizes)]
 
 
 def _read(values: Mapping[str, Any], name: str) -> tuple[Fields, dict[str, int]]:

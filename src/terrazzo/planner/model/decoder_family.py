@@ -15,7 +15,6 @@ DECODER = Architecture(
     norms=norms("attention_norm", "feed_forward_norm"),
     order=("attention_norm", "attention", "feed_forward_norm", "feed_forward"),
     head="head",
-    lists_blocks=False,
     torch_norm=True,
     buffers=(BufferRow(("positions", "head_dim"), 4),),  # cosines and sines of half the channels
     sparse_buffers=(BufferRow(("experts",), 4 + 8), BufferRow(("one",), 16)),  # bias, load and entropy of a router

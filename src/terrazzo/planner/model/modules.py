@@ -59,15 +59,14 @@ def shape_of_module(model: nn.Module, name: str | None = None) -> ModelShape:
         BadInput: the model has no parameters.
     """
     declared = _known_units(getattr(model, "config", None))
-    in_one = bool(declared) and declared[0].block is not None  # the only block, which is in the root
-    specs = partition(model, [] if in_one else find_units(model, None)[0])
+    specs = partition(model, find_units(model, None)[0])
     if not specs:
         raise BadInput(f"The model {type(model).__name__} has no parameters, so there is nothing to plan.")
     guide = _Guide(model, specs, declared)
     root = [spec for spec in specs if not spec.name]
     blocks = [spec for spec in specs if spec.name]
     tensors = tuple(guide.tensor(member, "", guide.declared_root) for spec in root for member in spec.members)
-    first = UnitShape("", tensors, block=guide.block_in_root, buffer_bytes=guide.buffer_bytes.get("", 0))
+    first = UnitShape("", tensors, buffer_bytes=guide.buffer_bytes.get("", 0))
     units = (first, *merged(guide.layers(blocks)))
     return ModelShape(
         name or type(model).__name__, units, guide.vocab, guide.tied, guide.positions, family=guide.family
@@ -81,7 +80,7 @@ class _Guide:
         members = [member for spec in specs for member in spec.members]
         config = getattr(model, "config", None)
         root, *self.known = declared or [UnitShape("", ())]
-        self.declared_root, self.block_in_root = {tensor.name: tensor for tensor in root.tensors}, root.block
+        self.declared_root = {tensor.name: tensor for tensor in root.tensors}
         self.family = _family_of(config, bool(declared))
         self.config = getattr(config, "text_config", None) or config
         self.vocab = _attribute(self.config, "vocab") or _largest_embedding(members)

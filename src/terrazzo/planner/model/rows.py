@@ -64,7 +64,6 @@ class Architecture:
         blocks: name of the module list that holds the blocks.
         root: what stands before and after the blocks; the head is added where it is not tied.
         attention, mlp, norms: tensors of a block. `sparse` takes the place of `mlp` in a layer with routed experts.
-        lists_blocks: it names the class of its blocks, as models of transformers do: a single one is a unit too.
         order: a block's modules as they are registered, where that is not the order above.
         head: the module name of the output head.
         keys: the config's key for a size, where it is not the usual one of `fields.USUAL_KEYS`; empty: it has none.
@@ -87,7 +86,6 @@ class Architecture:
     mlp: Rows
     norms: Rows
     sparse: Rows = ()
-    lists_blocks: bool = True
     order: tuple[str, ...] = ()
     head: str = "lm_head"
     keys: Mapping[str, str] = field(default_factory=dict)

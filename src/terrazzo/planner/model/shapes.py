@@ -167,7 +167,7 @@ class BlockShape:
 class UnitShape:
     """`count` equal units in a row. The root unit, whose name is empty, holds what belongs to no other.
 
-    `block` is what it computes; None of units of which that is not known, and of a root without the model's only block.
+    `block` is what it computes; None of the root, and of units of which that is not known.
     `buffer_bytes`: of the buffers of one of them, as far as these are known; of the root those that belong to no other
     unit. `forward_only`: nothing is trained in it or in front of it, so that no gradient goes back through it.
     """
@@ -236,42 +236,34 @@ class ModelShape:
         """The units beside the root."""
         return self.units[1:]
 
-    @property
-    def blocks(self) -> tuple[UnitShape, ...]:
-        """The units that have the model's blocks: the root where the only block is in it."""
-        return self.repeated or (() if self.root.block is None else (self.root,))
-
     @cached_property
     def computes(self) -> bool:
         """Whether it is known what every block computes, and so what a step takes beside states."""
-        return bool(self.blocks) and all(unit.block for unit in self.blocks)
+        return bool(self.repeated) and all(unit.block for unit in self.repeated)
 
     @cached_property
     def soft_caps(self) -> bool:
         """Whether attention caps its scores, in any block."""
-        return any(unit.block is not None and unit.block.soft_cap for unit in self.blocks)
+        return any(unit.block is not None and unit.block.soft_cap for unit in self.repeated)
 
     @cached_property
     def experts(self) -> int:
         """Routed experts of a block, at most; 0 of a model without."""
-        return max((unit.block.experts for unit in self.blocks if unit.block), default=0)
+        return max((unit.block.experts for unit in self.repeated if unit.block), default=0)
 
     @cached_property
     def layers(self) -> int:
-        return sum(unit.count for unit in self.blocks)
+        return sum(unit.count for unit in self.repeated)
 
     @cached_property
     def line_length(self) -> int:
-        """Parts that values go through one after the other: embeddings, layers, the last norm, and a head of its own.
-
-        Of a model in one unit, which is in no such parts, 1.
-        """
-        return self.layers + 2 + len(line_matrices(self.root)) if self.repeated else 1
+        """Parts that values go through one after the other: embeddings, layers, last norm, and a head of its own."""
+        return self.layers + 2 + len(line_matrices(self.root))
 
     @cached_property
     def hidden(self) -> int:
         """Width of the residual stream; 0 for a bare number of parameters."""
-        return next((unit.block.hidden for unit in self.blocks if unit.block), 0)
+        return next((unit.block.hidden for unit in self.repeated if unit.block), 0)
 
     @cached_property
     def numel(self) -> int:
@@ -296,7 +288,7 @@ class ModelShape:
     def forward_only_numel(self) -> int:
         """Elements of `matmul_numel` in blocks that no gradient goes back through."""
         silent = replace(self, units=(replace(self.root, tensors=()), *(u for u in self.repeated if u.forward_only)))
-        return silent.matmul_numel if self.repeated else 0
+        return silent.matmul_numel
 
     @cached_property
     def frozen_matmul_numel(self) -> int:

@@ -56,7 +56,6 @@ def check(setup: Setup) -> None:
     _check_formats(setup)
     _check_fragments(setup)
     if setup.model.layers:
-        _check_checkpointing(setup)
         _check_sequence(setup)
         _check_blocks(setup)
         _check_parts(setup)
@@ -119,15 +118,6 @@ def _check_fragments(setup: Setup) -> None:
         )
 
 
-def _check_checkpointing(setup: Setup) -> None:
-    layers = setup.model.layers
-    if setup.every > layers and setup.model.repeated:
-        raise BadInput(
-            f"Activation checkpointing every_{setup.every} is of one layer in {setup.every}, and {setup.model.name} "
-            f"has {counted(layers, 'layer')}. Use every_N up to every_{layers}, or none."
-        )
-
-
 def _check_sequence(setup: Setup) -> None:
     sequence, positions, cp = setup.sequence, setup.model.positions, setup.mesh.cp
     check_number("sequence", sequence, whole=True)
@@ -176,7 +166,7 @@ def _check_blocks(setup: Setup) -> None:
     `ulysses` ranks along cp share out the heads of each.
     """
     model, tp = setup.model, setup.mesh.tp
-    for block in (unit.block for unit in model.blocks):
+    for block in (unit.block for unit in model.repeated):
         if block is None:
             continue
         sizes = {"heads": block.heads, "kv_heads": block.kv_heads}

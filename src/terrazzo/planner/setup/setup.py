@@ -159,8 +159,8 @@ class Setup:
 
     @cached_property
     def checkpointed_share(self) -> float:
-        """The share of all blocks that are checkpointed: the first of each `every`; none of one unit."""
-        layers = self.model.layers if self.model.repeated else 0
+        """The share of all blocks that are checkpointed: the first of each `every`."""
+        layers = self.model.layers
         return 0.0 if self.checkpointing == "none" or not layers else -(-layers // self.every) / layers
 
     @property

@@ -147,7 +147,7 @@ def flops_per_token(model: ModelShape, sequence: int) -> float:
 def _attention_flops(model: ModelShape, sequence: int, backward: bool = False) -> float:
     """FLOPs per token of attention's products; with `backward`, of the forward of blocks that have a backward alone."""
     total = 0.0
-    for unit in model.blocks:
+    for unit in model.repeated:
         if (block := unit.block) is not None:
             passes = (0 if unit.forward_only else 1) if backward else (1 if unit.forward_only else 3)
             channels = block.heads * (block.head_dim + block.value_dim)

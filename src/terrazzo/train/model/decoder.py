@@ -257,6 +257,7 @@ class Decoder(nn.Module):
     """
 
     context: Context | None = None
+    _no_split_modules = ("Block",)  # units, as in models of transformers; of a single one no repetition tells
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

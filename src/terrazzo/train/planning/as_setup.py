@@ -149,7 +149,7 @@ def _unrepeated_flops(setup: Setup) -> float:
     """FLOPs per token that recomputation leaves out: torch stops before a block's last product, which is not needed."""
     if setup.checkpointing != "full":
         return 0.0
-    dense = (unit for unit in setup.model.blocks if unit.block and not unit.block.experts and unit.block.norms == 2)
+    dense = (unit for unit in setup.model.repeated if unit.block and not unit.block.experts and unit.block.norms == 2)
     return (
         sum(2 * unit.count * unit.block.ffn * unit.block.hidden for unit in dense if unit.block)
         * setup.checkpointed_share
