@@ -52,7 +52,10 @@ def prune(  # structure: signature fixed by what may be kept
     if not is_count(keep_best, least=0):
         raise BadInput(f"keep_best is {keep_best}: give 0, or how many of the best to keep.")
     store = open_store(folder)
-    whole = [checkpoint for name in complete_names(store) if (checkpoint := _opened(store, name)) is not None]
+    names = complete_names(store)
+    if len(names) <= keep_last:
+        return []  # without a look into any
+    whole = [checkpoint for name in names if (checkpoint := _opened(store, name)) is not None]
     own = [checkpoint for checkpoint in whole if run is None or checkpoint.manifest.run == run]
     staying = {checkpoint.where for checkpoint in own[max(0, len(own) - keep_last) :]}
     staying |= {
