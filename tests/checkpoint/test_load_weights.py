@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.loading.weights import weights_for
+from terrazzo.checkpoint.operations.convert import convert
 from terrazzo.train.model.causal_lm import build_model
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -51,6 +54,40 @@ class Tied(nn.Module):
         super().__init__()
         self.embed, self.lm_head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
         self.lm_head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_what_is_tied_here_alone_needs_the_same_values_under_all_names(tmp_path: Path, converted: bool) -> None:
+    """Of formats that do not know of ties, and of what is converted from them."""
+    values = torch.arange(24.0).view(6, 4)
+    other = values.clone()
+    other[5, 3] += 1  # in the part that the second rank compares
+    for name, head in {"alike": values.clone(), "apart": other}.items():
+        path = tmp_path / f"{name}.safetensors"
+        save_file({"embed.weight": values, "lm_head.weight": head}, path)
+        if converted:
+            convert(checkpoint.open_source(path), str(tmp_path / name))
+    alike, apart = (tmp_path / (name if converted else f"{name}.safetensors") for name in ("alike", "apart"))
+
+    def body(rank: int) -> None:
+        with exclusive():
+            base = Tied()
+        model, _ = tz.shard(base, torch.optim.SGD(base.parameters()), plan="zero3")
+        for load in (lambda path: checkpoint.load(path, model, None), partial(checkpoint.load_weights, model)):
+            load(alike)
+            with pytest.raises(
+                tz.BadInput, match=r"embed\.weight and lm_head\.weight are one tensor in the model, and"
+            ):
+                load(apart)
+            with tz.gathered(model) as whole:
+                assert torch.equal(whole["embed.weight"], values)
+
+    run_in_threads(2, body)
+    plain = Tied()
+    with pytest.raises(tz.BadInput, match=r"embed\.weight and lm_head\.weight are one tensor in the model"):
+        checkpoint.load_weights(plain, apart)
+    checkpoint.load_weights(plain, alike)
+    assert torch.equal(plain.lm_head.weight, values)
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "lm_head.weight"])

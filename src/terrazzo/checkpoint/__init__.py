@@ -21,6 +21,7 @@ Beside the folders, used by several of them:
 
     source      what every checkpoint is to a reader, whoever wrote it: `Source`
     tensors     dtypes and bytes of tensors
+    tied_names  tensors that are there under several names each, which must have the same values
     optimizers  one list of param groups for any optimizer
     replicas    states that several ranks hold alike are compared
     rng         states of random generators

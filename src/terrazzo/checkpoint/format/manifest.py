@@ -38,6 +38,8 @@ __all__ = [
     "MANIFEST",
     "MAX_MANIFEST_BYTES",
     "SEAL",
+    "TIES",
+    "TIES_NOT_KNOWN",
     "VERSION",
     "Dtype",
     "Extent",
@@ -58,6 +60,8 @@ __all__ = [
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 VERSION = 3
+TIES, TIES_NOT_KNOWN = "ties", "not known"
+"""An entry of `software` where what was converted has tied tensors under each of their names, or may have them so."""
 BLOCK_BYTES = 4 << 20  # what one digest covers: small enough to read one for a few elements, and to stay in a cache
 MAX_MANIFEST_BYTES = 1 << 28  # a block has 36 of them, so these are for 30 TB of state
 

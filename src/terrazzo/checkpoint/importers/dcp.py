@@ -19,6 +19,7 @@ from terrazzo.checkpoint.importers.parts.optimizer import add_program
 from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.values import Chunked, Values
 from terrazzo.checkpoint.source import PIECE_BYTES, WEIGHT
+from terrazzo.checkpoint.tied_names import same_bits
 from terrazzo.errors import BadInput
 
 __all__ = ["DcpCheckpoint", "read_dcp", "recognises", "tie"]
@@ -103,9 +104,7 @@ def _equal(one: Values, other: Values) -> bool:
     """Whether two weights of one shape and dtype have the same bits."""
     step = PIECE_BYTES // one.dtype.itemsize
     pieces = ((start, min(start + step, one.numel)) for start in range(0, one.numel, step))
-    return all(
-        torch.equal(one.read(*piece).view(torch.uint8), other.read(*piece).view(torch.uint8)) for piece in pieces
-    )
+    return all(same_bits(one.read(*piece), other.read(*piece)) for piece in pieces)
 
 
 def _leaf(place: TreePath, entry: DcpEntry, values: PlainValues) -> Any:

@@ -16,7 +16,15 @@ from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
 from terrazzo.checkpoint.format.rank_layout import rank_file_name
 from terrazzo.checkpoint.importers import open_foreign
 from terrazzo.checkpoint.importers.parts.numbering import ModelNames, NameGroups
-from terrazzo.checkpoint.loading.misfits import ROUNDED, fitted_groups, misfits, unkept, unstepped, untied
+from terrazzo.checkpoint.loading.misfits import (
+    ROUNDED,
+    fitted_groups,
+    misfits,
+    misfits_of_ties,
+    unkept,
+    unstepped,
+    untied,
+)
 from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, presence, scaler_of
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
@@ -124,8 +132,9 @@ def load(
     Memory: one range at a time beside the state itself. Left out, with a warning on rank 0, are an optimizer's states
     of parameters that are frozen here, and an average (`tz.EMA`), outer momentum or residuals that nothing keeps here.
     Parameters that were tied and are several tensors here each take the one's values, with a warning; such as are tied
-    here alone are refused. An average that the checkpoint lacks is refused; momentum and residuals that it lacks begin
-    at zero. What a format of another program's has and is not read is named in a warning, too.
+    here alone are refused, unless a format that does not know of ties has the same values under all names. An average
+    that the checkpoint lacks is refused; momentum and residuals that it lacks begin at zero. What a format of another
+    program's has and is not read is named in a warning, too.
 
     Args:
         optimizer: None takes the weights and leaves the rest; a list where the model has several.
@@ -158,6 +167,7 @@ def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, ca
     beside = _readers_of_one(source)
     problems = functools.partial(misfits, source, model, known, optimizer is not None, cast)
     together(lambda: _check_fit(source, [*problems()]), Misuse)
+    together(lambda: _check_ties(source, model, known), Misuse)
     together(lambda: _check_generators(source), Misuse)
     together(lambda: _check_bytes(source, optimizer is not None, beside), Misuse)
     all_or_none = functools.partial(together, failed=Misuse)
@@ -213,6 +223,11 @@ def _check_fit(source: Source, problems: list[str]) -> None:
                 " as they were when it was saved, or begin anew in another folder."
             )
         )
+
+
+def _check_ties(source: Source, model: torch.nn.Module, known: Sequence[TableRow]) -> None:
+    """Of what is tied here alone, compare this rank's share."""
+    _check_fit(source, misfits_of_ties(source, model, known, dist.get_rank(), dist.get_world_size()))
 
 
 def _generators(source: Source) -> dict[str, Any] | None:

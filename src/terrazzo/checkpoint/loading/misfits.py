@@ -10,12 +10,13 @@ import torch
 
 from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
 from terrazzo.checkpoint.source import AVERAGE, BESIDE_OPTIMIZER, BUFFER, WEIGHT, Source, StateInfo, is_of_optimizer
+from terrazzo.checkpoint.tied_names import names_apart
 from terrazzo.engine import ModelState, TableRow, engine_of, persistent_buffers
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_DTYPE, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.state_names import first_of, is_numbered, numbered
 
-__all__ = ["ROUNDED", "fitted_groups", "misfits", "unkept", "unstepped", "untied"]
+__all__ = ["ROUNDED", "fitted_groups", "misfits", "misfits_of_ties", "unkept", "unstepped", "untied"]
 
 MOST = 3
 ROUNDED = "would be rounded"
@@ -52,6 +53,16 @@ def misfits(
     yield from _first_few(_state_misfits(source, model, with_optimizer, cast))
     if with_optimizer:
         yield from _optimizer_misfits(source, model, listed)
+
+
+def misfits_of_ties(
+    source: Source, model: torch.nn.Module, listed: Sequence[TableRow], part: int, parts: int
+) -> list[str]:
+    """Tensors of the model that `source` has under several names with different values; of parameters in a part."""
+    apart = [*names_apart(source, [each.names for each in listed], part, parts)]
+    apart += names_apart(source, [buffer.names for buffer in persistent_buffers(model)])
+    return [*_first_few(f"{_shown(one)} and {_shown(other)} are one tensor in the model, and differ in the checkpoint"
+                        for one, other in apart)]  # fmt: skip
 
 
 def _first_few(lines: Iterable[str]) -> Iterator[str]:

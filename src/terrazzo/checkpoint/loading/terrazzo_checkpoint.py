@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.checkpoint.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, SEAL, State, index_space
+from terrazzo.checkpoint.format.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    SEAL,
+    TIES,
+    TIES_NOT_KNOWN,
+    State,
+    index_space,
+)
 from terrazzo.checkpoint.format.parse import named_tiles, parse_manifest, rectangle_of
 from terrazzo.checkpoint.format.runs import Runs
 from terrazzo.checkpoint.format.seal import check_seal
@@ -35,7 +43,6 @@ class TerrazzoCheckpoint(Source):
     """
 
     format = "Terrazzo"
-    names_ties = True
 
     def __init__(self, folder: CheckpointFolder, sizes: bool = True) -> None:
         super().__init__(folder.where)
@@ -43,6 +50,7 @@ class TerrazzoCheckpoint(Source):
         data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
         check_seal(data, folder.read(SEAL, 4096), folder.where)
         self.manifest = manifest = parse_manifest(data, f"{folder.where}/{MANIFEST}")
+        self.names_ties = manifest.software.get(TIES) != TIES_NOT_KNOWN
         self._blocks = Blocks(folder, manifest)
         for file in manifest.files if sizes else ():
             if (size := folder.size_bytes(file.name)) != file.size_bytes:

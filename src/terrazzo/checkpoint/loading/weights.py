@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -13,6 +14,7 @@ from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.checkpoint.loading.load import open_source
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
+from terrazzo.checkpoint.tied_names import names_apart
 from terrazzo.engine import find_engine, is_sharded, parameter_table, parameters_by_names, persistent_buffers
 from terrazzo.errors import BadInput
 from terrazzo.exchange import together
@@ -28,8 +30,8 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str] | Mapping[str,
             layer's experts apart is read for a model of `transformers` that has them as stacks.
 
     Raises:
-        BadInput: a rank cannot read the files; on every rank. Missing, unexpected and misshapen names raise as in
-            `load_state_dict`.
+        BadInput: a rank cannot read the files, or they have different values of what is tied in the model; on every
+            rank. Missing, unexpected and misshapen names raise as in `load_state_dict`.
     """
     model.load_state_dict(source if isinstance(source, Mapping) else weights_for(model, source))
 
@@ -44,17 +46,32 @@ def weights_for(
         part: leave out names that have it in them.
 
     Raises:
-        BadInput: as of `open_source`, and for parts of a tensor that have different dtypes.
+        BadInput: as of `open_source`, for parts of a tensor that have different dtypes, and for what is one tensor in
+            the model and has other values under each of its names.
     """
     sharded = find_engine(model) is not None
     source = together(lambda: open_source(path), BadInput) if sharded else open_source(path)
     groups = [*parameters_by_names(model), *(buffer.names for buffer in persistent_buffers(model))]
     groups = [[named(name) for name in names] for names in groups if part is None or part not in names[0]]
     base = pretrained_model(model)
+    check_ties = functools.partial(_check_ties, source, groups)
+    if sharded:
+        together(check_ties, BadInput)
+    else:
+        check_ties()
     absent = {name for names in groups if source.resolve(names) is None for name in names}
     if base is not None and absent and isinstance(source, StateDictSource):
         _join(source, base, {named(name): shape for name, shape in _shapes(model).items()}, absent)
     return SourceWeights(source, groups)
+
+
+def _check_ties(source: Source, groups: Iterable[Sequence[str]]) -> None:
+    if (apart := next(names_apart(source, groups), None)) is not None:
+        raise BadInput(
+            f"{apart[0]} and {apart[1]} are one tensor in the model, and differ in the checkpoint '{source.where}':"
+            " build the model without that tie, in a configuration with model.tie_embeddings=false, or remove from the"
+            " checkpoint the one that is not meant."
+        )
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from terrazzo.checkpoint.format.manifest import DTYPES, head
+from terrazzo.checkpoint.format.manifest import DTYPES, TIES, TIES_NOT_KNOWN, head
 from terrazzo.checkpoint.format.rank_layout import FileEntry, arrange
 from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.source import PIECE_BYTES, Source
@@ -60,8 +60,9 @@ def _entries(source: Source) -> Iterator[FileEntry]:
 
 
 def _common(source: Source) -> dict[str, Any]:
+    known = {} if source.names_ties else {TIES: TIES_NOT_KNOWN}
     return {
-        **head("", source.step, **{"converted from": source.format}),
+        **head("", source.step, **{"converted from": source.format}, **known),
         "topology": {"world_size": 1, "plan": {}, "mesh": {}, "precision": {}},
         "tensors": {name: list(info.shape) for name, info in source.tensors.items()},
         "aliases": source.aliases,
