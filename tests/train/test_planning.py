@@ -555,6 +555,7 @@ SUMMARY: dict[str, Any] = {
     "offload": {"read_bytes": 0, "written_bytes": 0, "read_s": 0.0, "write_s": 0.0, "stepped_numel": 0, "step_s": 0.0},
     "traffic_bytes_promised": {"all_gather": 2**20},
     "traffic_bytes_measured": {"all_gather": 2**19},
+    "round_steps": 1,
     "routed_bytes_if_even": 0,
     "routed_bytes_measured": 0,
     "peak_memory_bytes_promised": 2**24,
@@ -578,6 +579,28 @@ def test_bytes_that_are_as_promised_are_said_once() -> None:
     there = {"disk_bytes_promised": 2**22, "disk_bytes_measured": 2**23}
     line = summary.bytes_line({**SUMMARY, **there})
     assert line.endswith("files 8.00 MiB (promised 4.00 MiB), sent per step 0.50 MiB (promised 1.00 MiB)")
+
+
+def test_bytes_of_groups_that_train_by_themselves_are_an_average_and_those_of_a_meeting() -> None:
+    sent = {f"traffic_bytes_{which}": {"all_reduce": 2**20} for which in ("promised", "measured")}
+    sent |= {f"round_traffic_bytes_{which}": {"all_reduce": 5 * 2**20} for which in ("promised", "measured")}
+    said = {**SUMMARY, **sent, "round_steps": 20}
+    line = "states 3.00, transient 1.00, sent per step on average 0.25, sent where groups meet 1.00 MiB, as promised"
+    assert summary.bytes_line(said) == line
+    lines = [line for line in summary_lines(said) if line.startswith("all-reduce")]
+    assert lines == [
+        "all-reduce per step on average: promised 0.25 MiB, measured 0.25 MiB",
+        "all-reduce where groups meet: promised 1.00 MiB, measured 1.00 MiB",
+    ]
+    more = {"round_traffic_bytes_measured": {"all_reduce": 10 * 2**20}}
+    assert "on average 0.50 MiB (promised 0.25 MiB), sent where" in summary.bytes_line({**said, **more})
+
+
+def test_what_is_sent_is_counted_over_rounds_that_have_ended() -> None:
+    sent = summary.SentBytes()
+    for step, count in enumerate([8, 1, 2, 1], 1):
+        sent.add({"all_reduce": count}, ends_round=step % 3 == 0)
+    assert (sent.step, sent.round) == ({"all_reduce": 1}, {"all_reduce": 11})
 
 
 def test_a_summary_reads_promised_then_measured() -> None:

@@ -57,9 +57,16 @@ def test_a_run_saves_at_the_ends_of_rounds_and_goes_on_from_there_bit_for_bit(
     assert expected[-1][1] < expected[0][1]
     assert [line["step"] for line in validation] == [0, *ends]
     summary = metrics(tmp_path, "summary")[0]
-    assert summary["traffic_bytes_measured"] == summary["traffic_bytes_promised"]
-    assert summary["transient_bytes_measured"] == summary["transient_bytes_promised"]
-    assert summary["state_bytes_measured"] == summary["state_bytes_promised"]
+    assert summary["round_steps"] == ends[0]
+    for what in ("traffic", "round_traffic", "transient", "state"):
+        assert summary[f"{what}_bytes_measured"] == summary[f"{what}_bytes_promised"]
+    sent, of_round = (sum(summary[f"{of}_bytes_measured"].values()) for of in ("traffic", "round_traffic"))
+    assert (
+        f"sent per step on average {of_round / ends[0] / 2**20:.2f}, sent where groups meet {sent / 2**20:.2f}"
+        in done.stdout
+    )
+    record = metrics(tmp_path, "step")[-1]
+    assert sum(record["promised"]["sent_bytes"].values()) == of_round / ends[0]
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-{end:08}" for end in ends[1:]]
     shutil.rmtree(checkpoints / f"step-{ends[2]:08}")

@@ -73,6 +73,22 @@ class Promise:
             _add(sent, dry_run_outer_step(self.units).traffic)
         return sent
 
+    @property
+    def round_steps(self) -> int:
+        """Optimizer steps of a round of replicas that train by themselves; 1 where there are none."""
+        return 1 if self.sharding.diloco is None else self.sharding.diloco.round_steps
+
+    def round_traffic(self, micro_batches: int | None = None, local: bool | None = None) -> Traffic:
+        """Traffic of all steps of a round from this rank, and of its outer steps.
+
+        Args:
+            micro_batches, local: as for `memory`.
+        """
+        sent, of_step = self.outer_traffic(), self.traffic(micro_batches, local)
+        for _ in range(self.round_steps):
+            _add(sent, of_step)
+        return sent
+
     def outer_traffic(self) -> Traffic:
         """Traffic of a round from this rank, beside `traffic` of its steps; see `DiLoCo`.
 

@@ -117,7 +117,7 @@ class StepRecorder:
         self._tally, self._device = engine.tally, engine.axes.device
         self._on_cuda, self._peak = devices.is_cuda(self._device), PeakMemory(self._device)
         bill = engine.promise.memory(micro_batches)
-        sent = engine.promise.traffic(micro_batches, ends_round=True).by_name()
+        sent, steps = engine.promise.round_traffic(micro_batches).by_name(), engine.promise.round_steps
         self._at_rest = {
             "weight": bill.weight_bytes,
             "master": bill.master_bytes,
@@ -125,7 +125,7 @@ class StepRecorder:
             "moments": bill.moments_bytes,
         }
         self._promised = {
-            "sent_bytes": {kind: count for kind, count in sent.items() if kind != "control"},
+            "sent_bytes": {kind: count / steps for kind, count in sent.items() if kind != "control"},
             "transient": bill.transient_bytes,
         }
         self._clear()

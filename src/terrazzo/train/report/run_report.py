@@ -29,7 +29,7 @@ from terrazzo.train.report.log_window import LogWindow
 from terrazzo.train.report.mesh_picture import mesh_picture
 from terrazzo.train.report.run_review import RunReview, differing_settings
 from terrazzo.train.report.run_screen import RunScreen
-from terrazzo.train.report.summary import Pace, bytes_line, summarize
+from terrazzo.train.report.summary import Pace, SentBytes, bytes_line, summarize
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.plan import mesh_shape
 from terrazzo.train.settings.run_command import RunCommand
@@ -47,7 +47,7 @@ class RunReport:
         plan = engine_of(session.model).plan.name
         self._files = LogFiles(session, f"{_model(session)}: {plan}, {_precision(session.config)}")
         self._start, self._first_step = time.perf_counter(), session.step
-        self._traffic: dict[str, int] = {}  # bytes of the newest step, as `Traffic.by_name`
+        self._sent = SentBytes()
         self._first_validation = self._files.first_validation()
         self._last_validation: Validation | None = None
         self._last_sample = ""
@@ -146,7 +146,8 @@ class RunReport:
 
     def step_done(self, traffic: Traffic) -> None:
         """An optimizer step was made with this traffic."""
-        self._traffic = traffic.by_name()
+        outer = engine_of(self._session.model).outer
+        self._sent.add(traffic.by_name(), ends_round=outer is None or outer.begins)
         self._screen.advance(self._session.step)
 
     def end(self, *, stopped: bool) -> None:
@@ -161,7 +162,7 @@ class RunReport:
         verdict = self._verdict()
         if verdict is not None:
             self._files.log("verdict", verdict.as_dict())
-        summary = summarize(session, self._traffic, pace, self._window.peak_bytes, self._window.peak_flops)
+        summary = summarize(session, self._sent, pace, self._window.peak_bytes, self._window.peak_flops)
         self._files.log("summary", summary)
         per_second = f", {pace.tokens / pace.seconds:,.0f} tok/s" if pace.seconds else ""
         at = f"step {session.step} of {session.config.train.steps}, {self._time_text(pace)}"

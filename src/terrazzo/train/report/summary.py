@@ -13,7 +13,7 @@ from terrazzo.planner.traffic.volumes import expected_rows_bytes
 from terrazzo.train.planning.run_estimate import estimate_run, exchanges_of
 from terrazzo.train.session.session import Session
 
-__all__ = ["Pace", "bytes_line", "summarize", "summary_lines", "utilisation"]
+__all__ = ["Pace", "SentBytes", "bytes_line", "summarize", "summary_lines", "utilisation"]
 
 MIB, GB = 2**20, 1e9
 TRAFFIC = ("read_bytes", "written_bytes", "read_s", "write_s")
@@ -52,25 +52,47 @@ class Pace:
         self.steps, self.tokens, self.seconds = self.steps + steps, self.tokens + tokens, self.seconds + seconds
 
 
+class SentBytes:
+    """Bytes that this rank has sent, as `Traffic.by_name`. Without groups that train by themselves a round is a step.
+
+    Attributes:
+        step, round: in the newest step, and in the newest round that has ended.
+    """
+
+    def __init__(self) -> None:
+        self.step: Mapping[str, int] = {}
+        self.round: Mapping[str, int] = {}
+        self._begun = Counter[str]()
+
+    def add(self, sent: Mapping[str, int], *, ends_round: bool) -> None:
+        """One more step."""
+        self.step = sent
+        self._begun.update(sent)
+        if ends_round:
+            self.round, self._begun = self._begun, Counter()
+
+
 def summarize(
-    session: Session, traffic: Mapping[str, int], pace: Pace, peak_bytes: int, peak_flops: float | None
+    session: Session, sent: SentBytes, pace: Pace, peak_bytes: int, peak_flops: float | None
 ) -> dict[str, Any]:
-    """Promised and measured, on this rank; None where something is not known. Traffic is that of one optimizer step.
+    """Promised and measured, on this rank; None where something is not known. Traffic is that of the newest step, and
+    of the newest round of `round_steps`.
 
     Args:
-        traffic: bytes of the newest step, as `Traffic.by_name`.
         peak_bytes: the highest memory use, as `PeakMemory` has it.
         peak_flops: of the device, for MFU.
     """
     engine = engine_of(session.model)
     bill = engine.promise.memory(session.micro_batches)
-    expected = engine.promise.traffic(micro_batches=session.micro_batches, ends_round=True)
+    promise, round_steps = engine.promise, engine.promise.round_steps
+    in_step = Counter(promise.traffic(session.micro_batches, ends_round=True).bytes)
+    in_round = Counter(promise.round_traffic(session.micro_batches).bytes)
     usage = engine.store.usage()
     estimate, why = _promise(session)
-    promised = Counter(expected.bytes)
-    if estimate:
-        promised.update(exchanges_of(session.config, estimate.setup, session.ranks.rank))
-    kinds = [kind for kind in promised | Counter(traffic) if kind not in NOT_PROMISED]
+    for kind, count in exchanges_of(session.config, estimate.setup, session.ranks.rank).items() if estimate else ():
+        in_step[kind] += count
+        in_round[kind] += count * round_steps
+    kinds = [kind for kind in in_round | Counter(sent.round) | Counter(sent.step) if kind not in NOT_PROMISED]
     return {
         "state_bytes_promised": bill.total_bytes - bill.grad_bytes - bill.transient_bytes,
         "state_bytes_measured": engine.state_bytes(),
@@ -82,10 +104,13 @@ def summarize(
         "disk_bytes_measured": usage["disk_bytes"],
         "pinned_bytes": usage["pinned_bytes"],
         "offload": {name: usage[name] for name in (*TRAFFIC, *UPDATES)},
-        "traffic_bytes_promised": {kind: promised[kind] for kind in kinds},
-        "traffic_bytes_measured": {kind: traffic.get(kind, 0) for kind in kinds},
+        "traffic_bytes_promised": {kind: in_step[kind] for kind in kinds},
+        "traffic_bytes_measured": {kind: sent.step.get(kind, 0) for kind in kinds},
+        "round_steps": round_steps,
+        "round_traffic_bytes_promised": {kind: in_round[kind] for kind in kinds},
+        "round_traffic_bytes_measured": {kind: sent.round.get(kind, 0) for kind in kinds},
         "routed_bytes_if_even": expected_rows_bytes(estimate.setup) if estimate else None,
-        "routed_bytes_measured": traffic.get(ROUTED, 0),
+        "routed_bytes_measured": sent.step.get(ROUTED, 0),
         "peak_memory_bytes_promised": round(estimate.memory.near_bytes) if estimate else None,
         "peak_memory_bytes_measured": max(0, peak_bytes - session.base_bytes),
         "base_memory_bytes": session.base_bytes,
@@ -137,10 +162,11 @@ def utilisation(flops_per_s: float, executed: float | None, peak_flops: float | 
 
 def bytes_line(summary: Mapping[str, Any]) -> str:
     """The measured bytes of all that is promised to the byte, with the promise where it differs."""
-    sent = {which: sum(summary[f"traffic_bytes_{which}"].values()) for which in ("promised", "measured")}
     keys = {"states": "state_bytes", "transient": "transient_bytes", "host": "host_bytes", "files": "disk_bytes"}
     pairs = {name: (summary[f"{key}_promised"], summary[f"{key}_measured"]) for name, key in keys.items()}
-    pairs["sent per step"] = (sent["promised"], sent["measured"])
+    for name, sent in _sent(summary).items():
+        promised, measured = (sum(counts) for counts in zip((0, 0), *sent.values(), strict=True))
+        pairs[f"sent {name}"] = (promised, measured)
     parts, is_as_promised = [], True
     for name, (promised, measured) in pairs.items():
         if promised or measured or name == "states":
@@ -154,13 +180,27 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     """The summary as lines to read."""
     lines = [_both(summary, "states", "state_bytes"), _both(summary, "transient peak", "transient_bytes")]
     lines += _offload_lines(summary)
-    for kind in summary["traffic_bytes_promised"]:
-        promised, measured = (summary[f"traffic_bytes_{which}"][kind] for which in ("promised", "measured"))
-        lines.append(f"{kind.replace('_', '-')} per step: promised {_mib(promised)}, measured {_mib(measured)}")
+    for name, sent in _sent(summary).items():
+        for kind, (promised, measured) in sent.items():
+            lines.append(f"{kind.replace('_', '-')} {name}: promised {_mib(promised)}, measured {_mib(measured)}")
     if summary["routed_bytes_measured"]:
-        even, measured = (_mib(summary[f"routed_bytes_{which}"]) for which in ("if_even", "measured"))
-        lines.append(f"to experts of other ranks and back per step: {even} if all were as busy, measured {measured}")
+        even, routed = (_mib(summary[f"routed_bytes_{which}"]) for which in ("if_even", "measured"))
+        lines.append(f"to experts of other ranks and back per step: {even} if all were as busy, measured {routed}")
     return [*lines, _peak_line(summary), _pace_line(summary)]
+
+
+def _sent(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Bytes promised and measured, by kind: per step, or on average and in the step where groups meet."""
+    steps = summary["round_steps"]
+
+    def by_kind(key: str, share: int) -> dict[str, tuple[float, float]]:
+        promised, measured = (summary[f"{key}_{which}"] for which in ("promised", "measured"))
+        return {kind: (promised[kind] / share, measured[kind] / share) for kind in promised}
+
+    in_step = by_kind("traffic_bytes", 1)
+    if steps == 1:
+        return {"per step": in_step}
+    return {"per step on average": by_kind("round_traffic_bytes", steps), "where groups meet": in_step}
 
 
 def _offload_lines(summary: Mapping[str, Any]) -> list[str]:
