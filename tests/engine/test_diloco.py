@@ -21,6 +21,7 @@ from terrazzo.engine import ModelState, engine_of, estimate
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.dry_run.outer import dry_run_outer_step
 from terrazzo.engine.plan import diloco
+from terrazzo.engine.states.restore import FullStates
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.engine.narrow import as_sent
 from tests.engine.toys import (
@@ -580,7 +581,8 @@ def test_an_exchange_under_way_as_weights_are_loaded_changes_no_replica(traffic:
     def body(rank: int) -> None:
         model, optimizer = tz.shard(copy.deepcopy(base), sgd, "zero0", mesh=mesh_of(2, 1), diloco=settings)
         train(model, optimizer, 5, rank)
-        model.load_state_dict(base.state_dict())
+        weights = FullStates({name: {"weight": value} for name, value in base.state_dict().items()})
+        ModelState(model).restore(weights, with_optimizer=False)
         outer = engine_of(model).outer
         assert outer is not None
         for bucket in outer._buckets:
@@ -592,7 +594,7 @@ def test_an_exchange_under_way_as_weights_are_loaded_changes_no_replica(traffic:
 
 @pytest.mark.usefixtures("first_is_ahead")
 def test_what_replicas_compare_beside_an_exchange_changes_no_bit_of_it() -> None:
-    """A load that all refuse, and ranks that are told to gather."""
+    """Loads that all refuse, of replicas' own weights and of the same ones."""
     base, settings = Even(), tz.DiLoCo(4, lr=0.6, delay=3, meet_every=8)
     wanted = plain_diloco(base, settings, 3, 1, 8)
 
@@ -603,6 +605,11 @@ def test_what_replicas_compare_beside_an_exchange_changes_no_bit_of_it() -> None
             model.load_state_dict({})
         with pytest.raises(tz.BadInput):
             optimizer.load_state_dict({})
+        for given in (model.state_dict(), base.state_dict()):
+            with pytest.raises(
+                tz.Misuse, match=r"load_state_dict\(\) came 5 optimizer steps into a round of 8.* 3 steps later"
+            ):
+                model.load_state_dict(given)
         train(model, optimizer, 3, rank, 5)
         assert_equal(masters(model), wanted[rank])
 

@@ -137,6 +137,7 @@ class ShardedModule(nn.Module):
                 that load in a way of their own, on any rank. No weight and no buffer has been changed by then, but
                 hooks from before loading have been called, and what they have done to the model stays.
             RanksApart: where ranks were given other names, likewise, or other values.
+            Misuse: likewise, within a round of `DiLoCo`, where replicas have other weights than each other.
         """
         buffers, takers, axes = persistent_buffers(self), extra_state_takers(self), self._terrazzo.axes
         own = ModelState(self)

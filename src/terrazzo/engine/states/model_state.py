@@ -205,9 +205,12 @@ class ModelState:
                 nothing is changed.
             RanksApart: on every rank, if names differ between ranks, before anything is changed; or other values,
                 which are compared as they are written: a tensor is read once, and each rank has kept its own part.
+            Misuse: within a round of replicas that train by themselves, before anything is changed.
         """
         engine = self._engine
         engine.require_at_rest("load_state_dict()")
+        if engine.outer is not None:
+            engine.outer.require_round_ended("load_state_dict() came")
         named = [(b, slot, _name_in(state, slot.names)) for b in engine.buckets() for slot in b.slots]
         parameters = [(bucket, slot, name) for bucket, slot, name in named if name is not None]
         named_buffers = [(buffer, _name_in(state, buffer.names)) for buffer in buffers]
@@ -220,7 +223,6 @@ class ModelState:
             hashes = all_or_none(engine.axes, lambda: self._write(state, parameters, named_buffers))
         for driver in engine.drivers if not self.missing(state) else ():
             driver.off_device.restored("weights")
-        engine.restart_round()
         engine.blocks.show_changed()
         differing = engine.axes.differing(hashes, engine.axes.same_stage)
         if engine.axes.maximum(torch.tensor([len(differing)], device=HOST), engine.axes.whole_mesh).item():
