@@ -5,25 +5,33 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.planner.report.words import count_text, setup_text
+from terrazzo.train.data import IGNORED, Batch
 from terrazzo.train.model.decoder import Decoder
+from terrazzo.train.model.experts import routers_of
 from terrazzo.train.model.prepare import ModelOnPaper, prepare_model
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.report.mesh_picture import mesh_picture
 from terrazzo.train.report.summary import summary_lines
+from terrazzo.train.session.session import Session
+from terrazzo.train.steps.step import backward_on
+from tests.helpers.chat import turns, write_records
 from tests.helpers.cover import mostly_long
 from tests.train.test_preferences import lines, train
+from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_tensor import on_mesh, run_folder
 
 EXPERTS = {"count": 4, "top_k": 2, "ffn_dim": 16, "shared": 1}
@@ -130,6 +138,51 @@ def test_auxiliary_losses_are_learnt_and_no_part_of_the_loss_that_is_reported(tm
         found.append(measured(values)[0])
     assert found[0][0] == found[1][0]
     assert abs(found[0][1] - found[1][1]) > 1e-3
+
+
+def _weighed(model: Decoder, batches: Iterable[Batch], balance: float, z_loss: float) -> float:
+    """The gradients' norm in plain PyTorch: the mean loss of what is learnt, and a mean over what routers have seen."""
+    learnt = seen = 0
+    loss = aside = torch.zeros(())
+    scores: list[torch.Tensor] = []
+    for _, router in routers_of(model):
+        router.register_forward_hook(lambda module, args, _: scores.append(args[0] @ module.weight.T))
+    for batch in batches:
+        scores.clear()
+        fill = torch.zeros_like(batch.inputs, dtype=torch.bool) if batch.padding_mask is None else batch.padding_mask
+        logits = model(batch.inputs, padding_mask=fill)
+        loss = loss + F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+        learnt, seen = learnt + int((batch.targets != IGNORED).sum()), seen + int((~fill).sum())
+        for each in scores:
+            tokens = each[~fill.flatten()]
+            rows = torch.stack([(tokens.topk(2).indices == expert).sum() for expert in range(4)]) / (2 * len(tokens))
+            aside = aside + balance * 4 * (rows * tokens.softmax(-1).sum(0)).sum()
+            aside = aside + z_loss * tokens.logsumexp(-1).square().sum()
+    assert learnt < seen / 8
+    (loss / learnt + aside / seen).backward()
+    return float(torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None]).norm())
+
+
+def test_auxiliary_losses_weigh_the_same_however_few_tokens_are_learnt(tmp_path: Path) -> None:
+    """Answers of a letter behind long prompts, and rows of different lengths; on two ranks, two micro-batches each."""
+    values = settings(tmp_path, {"dp_replicate": 2}, 2, "zero0", balance="loss", loss_weight=2.0, z_loss=0.5)
+    prompts = ["what is after " * (1 + n % 3) for n in range(12)]
+    records = [{"messages": turns(prompt, "n" * (1 + n % 2))} for n, prompt in enumerate(prompts)]
+    write_records(tmp_path / "chat.jsonl", records)
+    values["data"] = {"source": str(tmp_path / "chat.jsonl"), "validation_fraction": 0, "cache": str(tmp_path)}
+    values["data"]["packing"] = "single"
+    values["batch"] |= {"sequence_length": 80}
+
+    def step(session: Session) -> tuple[tuple[Batch, ...], Decoder, float]:
+        assert isinstance(session.model, Decoder)
+        plain = Decoder(session.model.config)
+        plain.load_state_dict(session.model.state_dict())
+        batch = session.loader.next_step()
+        return batch.micro_batches, plain, float(backward_on(session, batch)[1])
+
+    found = on_ranks_of_a_run(2, config_from_dict(values), step)
+    (_, plain, norm) = found[0]
+    assert norm == pytest.approx(_weighed(plain, [each for own, *_ in found for each in own], 2.0, 0.5), rel=1e-4)
 
 
 @pytest.mark.parametrize("shared", [0, 2])

@@ -32,8 +32,12 @@ class ExpertsConfig(Section):
         " `loss`, or `none`",
     )
     bias_rate: float = Field(1e-3, gt=0, description="bias: how far a step moves it")
-    loss_weight: float = Field(1e-2, gt=0, description="loss: its weight beside the loss of each token")
-    z_loss: float = Field(0.0, ge=0, description="weight of the squared log-sum-exp of a token's scores; 0: none")
+    loss_weight: float = Field(
+        1e-2, gt=0, description="loss: weight of its mean over the tokens of a step, those that are not learnt too"
+    )
+    z_loss: float = Field(
+        0.0, ge=0, description="weight of the squared log-sum-exp of a token's scores, a mean likewise; 0: none"
+    )
 
     def _disagreements(self) -> Iterator[KeyDisagreement]:
         set_here = self.changed_keys()

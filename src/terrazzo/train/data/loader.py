@@ -71,12 +71,14 @@ class GlobalBatch:
 
     Attributes:
         learnt: of these samples, those that gradients are summed over: of the own group where each trains by itself.
+        input_tokens: inputs of the same sequences that are tokens, learnt or not.
     """
 
     micro_batches: tuple[Batch, ...]
     valid_tokens: int
     samples: int
     learnt: int
+    input_tokens: int
 
 
 _SAME = "Resume with the data, tokenizer, sequence_length, split, seed and numpy of the saved run."
@@ -129,15 +131,14 @@ class Loader:
         indices, following = self.order.take(cursor, self.batch.global_batch)
         micro_batches = tuple(self.part(self.dataset.batch(one)) for one in self._share(indices, self.reader))
         totals = self.dataset.valid_tokens(indices), self.dataset.samples(indices)
-        return GlobalBatch(micro_batches, *totals, self._learnt(indices, totals[1])), following
+        own = self._of_group(indices)
+        return GlobalBatch(micro_batches, *totals, self.dataset.samples(own), self.dataset.input_tokens(own)), following
 
-    def _learnt(self, indices: Indices, samples: int) -> int:
-        """How many of a step's `samples` this reader's group learns from."""
-        if self.groups == 1:
-            return samples
+    def _of_group(self, indices: Indices) -> Indices:
+        """Those of a step's samples that this reader's group learns from."""
         of_groups = filled(indices, self.batch.micro_batch * self.readers).reshape(self.groups, -1)
-        rows = of_groups[self.reader * self.groups // self.readers]
-        return self.dataset.samples(rows[rows != NO_SEQUENCE])
+        own: Indices = of_groups[self.reader * self.groups // self.readers]
+        return own
 
     def first_of(self, reader: int, cursor: Cursor | None = None) -> Batch:
         """The first micro-batch that another reader has of the step at a cursor, or at this one; this rank's part."""

@@ -66,6 +66,10 @@ class PairDataset(SequenceDataset):
         """Number of tokens in the completions of all these pairs."""
         return super().valid_tokens(_rows_of(indices))
 
+    def input_tokens(self, indices: Indices) -> int:
+        """Number of inputs, over both rows of all these pairs, that are tokens."""
+        return super().input_tokens(_rows_of(indices))
+
     def samples(self, indices: Indices) -> int:
         """Pairs that are none to fill a batch."""
         return int((indices != NO_SEQUENCE).sum())

@@ -260,6 +260,11 @@ class SequenceDataset:
             return int((stops - starts - 1).sum())
         return self.learnable.between(starts + 1, stops)
 
+    def input_tokens(self, indices: Indices) -> int:
+        """Number of inputs, over all these sequences, that are tokens: learnt or not, and none to fill a row."""
+        starts, stops = self.bounds(indices[indices != NO_SEQUENCE])
+        return int(np.minimum(stops - starts, self.sequence_length).sum())
+
     def samples(self, indices: Indices) -> int:
         """What the mean loss of all these sequences is a mean of: their targets."""
         return self.valid_tokens(indices)

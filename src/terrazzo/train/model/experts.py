@@ -49,7 +49,7 @@ class MixtureConfig:
         apply: whether weights multiply the experts' outputs (`after`) or inputs (`before`).
         balance: by a `bias` on the scores, by an auxiliary `loss`, or `none`.
         bias_rate: how far a step moves the bias.
-        loss_weight: weight of the auxiliary loss of each token.
+        loss_weight: weight of the auxiliary loss of each token, learnt or not.
         z_loss: weight of the mean square of the scores' log-sum-exp (ST-MoE, arXiv 2202.08906); 0 for none.
 
     Raises:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
@@ -25,7 +25,9 @@ def backward_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
         This rank's sum of the losses of all samples, and the gradients' global norm before clipping.
     """
     engine_of(session.model).traffic.reset()
-    total = train_on(session, batch.micro_batches, denominator=max(1, batch.learnt))
+    learnt = max(1, batch.learnt)
+    mean = learnt / max(1, batch.input_tokens)  # routers see prompts too, and the sums are divided by what is learnt
+    total = train_on(session, batch.micro_batches, denominator=learnt, auxiliary_scale=mean)
     return total, tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
 
 
@@ -35,15 +37,20 @@ def update(session: Session) -> None:
     session.optimizer.zero_grad()
 
 
-def train_on(session: Session, batches: Sequence[Batch], denominator: float) -> Tensor:
+def train_on(session: Session, batches: Sequence[Batch], denominator: float, auxiliary_scale: float = 1.0) -> Tensor:
     """Forward and backward of all micro-batches of a step; returns the sum of their losses. Collective.
 
     Args:
         denominator: by which sums of gradients are divided: sums over all ranks, or those of a replica that trains by
             itself.
+        auxiliary_scale: what auxiliary losses, sums over the tokens that routers have seen, are multiplied by before.
     """
     objective = objective_of(session.config)
-    return _run(session, batches, lambda output, batch: objective.loss_of(session.model, output, batch), denominator)
+
+    def loss_of(output: Any, batch: Batch) -> Tensor:
+        return objective.loss_of(session.model, output, batch)
+
+    return _run(session, batches, loss_of, denominator, auxiliary_scale)
 
 
 def measure_on(session: Session, batches: Sequence[Batch]) -> tuple[Tensor, float]:
@@ -63,8 +70,17 @@ def measure_on(session: Session, batches: Sequence[Batch]) -> tuple[Tensor, floa
 
 
 def _run(
-    session: Session, batches: Sequence[Batch], loss_of: Callable[[Any, Batch], Tensor], denominator: float | None
+    session: Session,
+    batches: Sequence[Batch],
+    loss_of: Callable[[Any, Batch], Tensor],
+    denominator: float | None,
+    auxiliary_scale: float = 1.0,
 ) -> Tensor:
     model, objective = session.model, objective_of(session.config)
     pairs = [(objective.inputs(model, batch, session.ranks.device), batch) for batch in batches]
-    return tz.step(model, pairs, loss_of, denominator=denominator, auxiliary=auxiliary_loss)
+
+    def auxiliary(module: nn.Module) -> Tensor | None:
+        loss = auxiliary_loss(module)
+        return None if loss is None else loss * auxiliary_scale
+
+    return tz.step(model, pairs, loss_of, denominator=denominator, auxiliary=auxiliary)
