@@ -115,6 +115,15 @@ def ask():
     asked.set()
     raise KeyError("asked")
 start_thread("waits", asked.wait, ask)
+starts = threading.Thread.start
+def cannot(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = cannot
+try:
+    start_thread("never begins", print, lambda: None)
+except RuntimeError as error:
+    held = error  # and with it the thread
+threading.Thread.start = starts
 kept = [Ending(owner, work) for owner, work in zip(owners, [lambda: 1 // 0, lambda: print("ended")] * 2)]
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -26,6 +26,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -81,8 +82,8 @@ def start_thread(name: str, work: Callable[[], None], ask: Callable[[], object],
         patience_s: for how long exit waits.
     """
     thread = Thread(name, work, ask, patience_s)
+    thread.start()  # may raise: then there is none to wait for
     _threads.add(thread)
-    thread.start()
     return thread
 
 
@@ -151,14 +152,19 @@ _open: set[Ending] = set()
 def _end_all() -> None:
     began = time.monotonic()
     for thread in sorted(_threads, key=lambda thread: -thread.number):  # newer ones may wait for older ones
-        _guarded(thread.ask)
-        thread.join(max(0.0, began + thread.patience_s - time.monotonic()))
-        if thread.is_alive():
-            _guarded(thread.break_off)
-            thread.join(_LAST_PATIENCE_S)
-    _await_gloo()
+        _guarded(partial(_end, thread, began))
+    _guarded(_await_gloo)
     for ending in list(_open):
         _guarded(ending)
+
+
+def _end(thread: Thread, began: float) -> None:
+    """Ask the thread to end, and wait for it as long as it may take since exit `began`."""
+    _guarded(thread.ask)
+    thread.join(max(0.0, began + thread.patience_s - time.monotonic()))
+    if thread.is_alive():
+        _guarded(thread.break_off)
+        thread.join(_LAST_PATIENCE_S)
 
 
 def _await_gloo() -> None:
