@@ -32,6 +32,7 @@ from terrazzo.telemetry.flight.spans import spans_of
 from terrazzo.telemetry.flight.units import unit_times
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.processes import Pool
+from tests.helpers.threads import run_in_threads
 from tests.telemetry.test_steps import Net
 
 TABLE: dict[str, Any] = {
@@ -240,6 +241,20 @@ def test_the_memory_of_a_rank_that_was_killed_is_there(tmp_path: Path) -> None:
     (flight,) = flights_of(tmp_path)
     assert [told.ordinal for told in flight.events] == [5]
     os.close(descriptor)
+
+
+def test_a_rank_that_cannot_write_its_flight_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "flight").write_text("in the way")
+
+    def body(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        kept = tz.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero0")
+        tz.telemetry.attach(kept[0], tmp_path, stall_s=None).close()
+
+    run_in_threads(1, body)
+    begun, ended = (f"'{tmp_path}/flight/rank-00000.{end}' cannot be written" for end in ("live", "ended"))
+    said = capfd.readouterr().err
+    assert said.count(begun) == said.count(ended) == 1
 
 
 def test_threads_that_name_things_at_once_lose_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

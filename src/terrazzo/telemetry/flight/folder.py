@@ -19,6 +19,7 @@ from terrazzo.processes.system import boot_id
 from terrazzo.telemetry.flight.recorder import RingRecorder
 from terrazzo.telemetry.flight.ring import FIELDS, Flight, Ring, Tail, read_flight
 from terrazzo.telemetry.log.run_folder import RunFolder, rank_files
+from terrazzo.telemetry.log.sinks import saying_unwritable
 
 __all__ = ["FlightRecorder", "LiveRank", "flights_of", "save_flight", "tails_of"]
 
@@ -49,7 +50,7 @@ class FlightRecorder:
         """Record what this engine does, for the run of this folder. This rank's files of an earlier run are removed."""
         folder = folder.absolute()
         self.events.follow(engine, folder=str(folder))
-        with contextlib.suppress(OSError):  # a full disk: the run goes on
+        with saying_unwritable(_live(folder, self._rank)):
             _clear(folder, self.events.table)
             live = {"pid": os.getpid(), "descriptor": self.descriptor, "boot": boot_id()}
             _live(folder, self._rank).write_text(json.dumps(live))
@@ -68,11 +69,11 @@ def _save(descriptor: int) -> None:
 
 
 def save_flight(flight: Flight) -> None:
-    """Write a flight into the folder that its table names; nothing if it names none, or if the disk is full."""
+    """Write a flight into the folder that its table names, if it names one; a disk that is full is said on stderr."""
     if (folder := flight.table.get("folder")) is None:
         return
     rank = flight.table["rank"]
-    with contextlib.suppress(OSError):
+    with saying_unwritable(_ended(Path(folder), rank)):
         with replacing(_ended(Path(folder), rank), sync=False) as beside:
             beside.write_bytes(flight.as_bytes())
         _live(Path(folder), rank).unlink(missing_ok=True)
