@@ -200,6 +200,14 @@ def test_records_need_an_optimizer_and_a_folder(tmp_path: Path) -> None:
             tz.telemetry.attach(model, tmp_path, every=True)
         with pytest.raises(tz.BadInput, match="first_step=-1: use 0 or more"):  # on all ranks, of one of them
             tz.telemetry.attach(model, tmp_path, first_step=-rank)
+        apart = {"stall_s": (None, 5.0), "first_step": (0, 2), "every": (1, 2), "tensorboard": (False, True)}
+        for name, values in apart.items():
+            given: dict[str, Any] = {"stall_s": None, name: values[rank]}
+            with pytest.raises(tz.RanksApart, match=rf"{name} is .* on rank 0 and .* on rank 1"):
+                tz.telemetry.attach(model, tmp_path, **given)
+        with pytest.raises(tz.RanksApart, match=r"folder is '.*/0' on rank 0 and '.*/1' on rank 1"):
+            tz.telemetry.attach(model, tmp_path / str(rank), stall_s=None)
+        assert not (tmp_path / "metrics.jsonl").exists()
         with pytest.raises(tz.BadInput) as folder:
             tz.telemetry.attach(model, tmp_path / "file" / "run")
         with pytest.raises(tz.BadInput) as earlier:

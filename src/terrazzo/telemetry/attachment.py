@@ -12,7 +12,7 @@ from torch import nn
 from terrazzo.engine import Engine, engine_of
 from terrazzo.engine.instrumentation.recorder import SILENT
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.exchange import timeout_s, together
+from terrazzo.exchange import require_alike, timeout_s, together
 from terrazzo.given_numbers import is_count, is_number
 from terrazzo.telemetry.flight.folder import FlightRecorder
 from terrazzo.telemetry.log.exit_note import forget_exit
@@ -134,8 +134,32 @@ def attach(  # structure: signature fixed by what the records of a run have
         BadInput: the folder cannot be written, or has records and `first_step` is 0; a number is too small. Raised on
             all ranks.
         Misuse: the model is not sharded, has no optimizer, or is recorded already.
+        RanksApart: on all ranks, where these were told differently: all but `micro_batches`, which are a rank's own.
     """
     engine = engine_of(model)
+
+    def check() -> None:
+        _check_model(engine)
+        _check_numbers(every, micro_batches, first_step, stall_s)
+
+    there = RunFolder(Path(folder))
+    events = there.tensorboard if tensorboard else None
+    together(check, BadInput)
+    given = {"folder": f"'{folder}'", "every": every, "first_step": first_step, "tensorboard": bool(tensorboard)}
+    given["stall_s"] = None if stall_s is None else float(stall_s)
+    require_alike({name: str(value) for name, value in given.items()})
+    sinks = together(lambda: _sinks(there.metrics, events, first_step) if dist.get_rank() == 0 else [], BadInput)
+    flight_recorder = FlightRecorder(dist.get_rank(), dist.get_world_size())
+    flight_recorder.follow(engine, Path(folder))
+    stop_looking = None
+    if stall_s is not None:
+        stop_looking = look_after(flight_recorder, Patience(stall_s, timeout_s(), own_loop=True))
+    telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step, flight_recorder, stop_looking)
+    telemetry.follow(engine)
+    return telemetry
+
+
+def _check_model(engine: Engine) -> None:
     if not engine.optimizers:
         raise Misuse(
             "tz.telemetry.attach needs an optimizer, whose steps it counts: give one to tz.shard, or call tz.attach"
@@ -146,18 +170,6 @@ def attach(  # structure: signature fixed by what the records of a run have
             "tz.telemetry.attach was given a model that is recorded already: call close() of what the attach before"
             " has returned, or leave this call out."
         )
-    there = RunFolder(Path(folder))
-    events = there.tensorboard if tensorboard else None
-    together(lambda: _check_numbers(every, micro_batches, first_step, stall_s), BadInput)
-    sinks = together(lambda: _sinks(there.metrics, events, first_step) if dist.get_rank() == 0 else [], BadInput)
-    flight_recorder = FlightRecorder(dist.get_rank(), dist.get_world_size())
-    flight_recorder.follow(engine, Path(folder))
-    stop_looking = None
-    if stall_s is not None:
-        stop_looking = look_after(flight_recorder, Patience(stall_s, timeout_s(), own_loop=True))
-    telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step, flight_recorder, stop_looking)
-    telemetry.follow(engine)
-    return telemetry
 
 
 def _check_numbers(every: int, micro_batches: int, first_step: int, stall_s: float | None) -> None:
