@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -212,16 +213,18 @@ def refusals(folder: str) -> None:
     halves = [torch.optim.SGD(other.head.parameters(), 0.1), torch.optim.SGD(other.embed.parameters(), 0.1)]
     Path(folder, "kept").mkdir(exist_ok=True)
     running.barrier()
-    saved = {"model": run.model, "optimizer": run.optimizer}
-    running.save(f"{folder}/a.ckpt", saved)
+    saved, rank = {"model": run.model, "optimizer": run.optimizer}, dist.get_rank()
+    running.save(f"{folder}/a.ckpt", saved | {"loss": (2, {2})[rank]})  # of values the first rank's
     for words, call in (
         ("2 optimizers for one Net", lambda: running.setup(other, *halves)),
         ("parameters of 0 models", lambda: running.setup_optimizers(halves[0])),
         ("filter=", lambda: running.save(f"{folder}/b", saved, filter={"model": lambda name, value: True})),
         ("0 models and 0", lambda: running.save(f"{folder}/b", {"step": 1})),
+        ("0 models and 0", lambda: running.save(f"{folder}/b", {"step": 1} if rank else saved)),
         ("2 models", lambda: running.save(f"{folder}/b", {**saved, "other": running.setup(Net())})),
         (r"state\['ema'\] is a Net", lambda: running.save(f"{folder}/b", {**saved, "ema": Net()})),
         (r"state\['loss'\]\[0\] is a type", lambda: running.save(f"{folder}/b", {**saved, "loss": [nn.MSELoss]})),
+        (r"state\['loss'\] is a set", lambda: running.save(f"{folder}/b", saved | {"loss": ({2}, 2)[rank]})),
         ("is not replaced", lambda: running.save(f"{folder}/kept", saved)),
         ("There is no checkpoint", lambda: running.load(f"{folder}/none", saved)),
         ("a.ckpt' has no epoch", lambda: running.load(f"{folder}/a.ckpt", {**saved, "epoch": 0})),

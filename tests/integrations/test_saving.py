@@ -31,7 +31,7 @@ def built() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def save(path: Path | str, step: int) -> None:
-    run_in_threads(2, lambda rank: checkpoints.save_over(path, *built(), {"step": step}))
+    run_in_threads(2, lambda rank: checkpoints.save_over(path, *built(), lambda: {"step": step}))
 
 
 def step_of(path: Path) -> int:
@@ -68,8 +68,12 @@ def test_only_what_is_known_is_replaced(name: str, files: bool, refused: bool, t
     (tmp_path / "file").write_text("of another library")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     said = f"'{tmp_path / name}' is there and is not a checkpoint of Terrazzo's"
+
+    def body(rank: int) -> None:
+        checkpoints.save_over(f"{tmp_path / name}/", *built(), lambda: {"step": 2}, files=files)
+
     with pytest.raises(tz.BadInput, match=said) if refused else nullcontext():
-        run_in_threads(2, lambda rank: checkpoints.save_over(f"{tmp_path / name}/", *built(), {"step": 2}, files=files))
+        run_in_threads(2, body)
     assert refused or step_of(tmp_path / name) == 2
     assert (tmp_path / "folder").is_dir()
 

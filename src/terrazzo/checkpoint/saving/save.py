@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.optimizers import Optimizers
+from terrazzo.checkpoint.saving.extra import check_extra
 from terrazzo.checkpoint.saving.job import SaveJob, record_name
 from terrazzo.checkpoint.saving.snapshot import Snapshot, take
 from terrazzo.checkpoint.storage.store import CheckpointDraft, not_saved
@@ -54,10 +56,18 @@ def save_as_first(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
     optimizer: Optimizers,
-    extra: dict[str, Any],
+    extra: Callable[[], dict[str, Any]],
 ) -> None:
-    """`save` with the first rank's values in `extra` whatever the others have, as other libraries do it."""
-    _write(take(path, model, optimizer, extra, "", alike=False))
+    """`save` with what `extra` gives on the first rank, where alone it is called: as other libraries do it. Collective.
+
+    What it raises is raised on all ranks.
+    """
+
+    def checked() -> dict[str, Any]:
+        check_extra(given := extra())
+        return given
+
+    _write(take(path, model, optimizer, on_first(checked, BadInput), ""))
 
 
 def save_on_hosts(

@@ -57,13 +57,8 @@ def take(
     optimizer: Optimizers,
     extra: dict[str, Any],
     run: str,
-    *,
-    alike: bool = True,
 ) -> Snapshot:
     """Describe the state of now. Collective.
-
-    Args:
-        alike: whether `extra` has to be the same on all ranks; the first one's is kept.
 
     Raises:
         BadInput: `path` exists, `extra` holds what JSON does not give back, a module has a state of its own beside
@@ -73,8 +68,7 @@ def take(
     together(lambda: _check(path, extra, run), BadInput)
     store, name = store_and_name(path)
     require_alike({"the checkpoint's name": f"'{name}'", "run": repr(run), "optimizer": presence(optimizer)})
-    if alike:
-        require_same_extra(extra)
+    require_same_extra(extra)
     together(lambda: check_no_extra_state(model), BadInput)
     together(lambda: check_optimizers(model, optimizer), BadInput)
     collect_buffers(model)

@@ -59,10 +59,13 @@ class Checkpoints:
         name = str(broadcast_json(f"global_step{self.global_steps}" if tag is None else str(tag)))
         path = Path(save_dir) / name
         own: dict[str, Any] = {count: getattr(self, count) for count in _COUNTS}
-        own["client_state"] = dict(client_state or {})
         if hasattr(self.lr_scheduler, "state_dict"):
             own["lr_scheduler"] = self.lr_scheduler.state_dict()
-        save_over(path, self.module, self.optimizer, {"step": self.global_steps, _OWN: own})
+
+        def extra() -> dict[str, Any]:
+            return {"step": self.global_steps, _OWN: own | {"client_state": dict(client_state or {})}}
+
+        save_over(path, self.module, self.optimizer, extra)
         if save_latest:
             on_first(lambda: replace_file(Path(save_dir, "latest"), name, sync=True))
         return True

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,19 +27,19 @@ def save_over(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer | None,
-    extra: dict[str, Any],
+    extra: Callable[[], dict[str, Any]],
     *,
     files: bool = False,
 ) -> None:
     """`checkpoint.save`, in place of what lies under that name, which stays until the new one is complete. Collective.
-
-    Of `extra` the first rank's values are saved, as the other libraries do.
 
     Between the two renames at the end nothing has the name: the old one is `.NAME.replaced-NONCE` and the new one
     `NAME.new-NONCE`. After a kill just there, `settle` goes on. After an earlier kill the next save removes the new
     one: that it is ours says the file `.NAME.saving-NONCE`.
 
     Args:
+        extra: makes what is saved beside weights and states: on the first rank alone, as the other libraries do it.
+            Must not talk to other ranks; what it raises is raised on all.
         files: whether another library's checkpoint, a single file, may be replaced too.
 
     Raises:

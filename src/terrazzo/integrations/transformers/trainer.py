@@ -105,8 +105,9 @@ class TerrazzoTrainerMixin(_Base):
             _name_dtype(self.model.config, widest, output_dir or self.args.output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        path, extra = os.path.join(output_dir, _FOLDER), {"step": self.state.global_step}
-        save_over(path, self.model, self.optimizer.optimizer, extra)  # a run that begins again writes them anew
+        path, step = os.path.join(output_dir, _FOLDER), self.state.global_step
+        # Over an older one: a run that begins again writes them anew.
+        save_over(path, self.model, self.optimizer.optimizer, lambda: {"step": step})
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from terrazzo import checkpoint as checkpoints
 from terrazzo.engine import ShardedModule, ShardedOptimizer
 from terrazzo.errors import BadInput
+from terrazzo.exchange import together
 from terrazzo.integrations.lightning.checkpoint_folder import is_folder, read_file
 from terrazzo.integrations.lightning.plain_state import from_json, to_json
 from terrazzo.integrations.shared.checkpoints import opened, resume, save_over
@@ -29,10 +30,11 @@ def save_state(path: str, state: Mapping[str, Any]) -> None:
     Args:
         state: one sharded model, its optimizer if that is to be saved, and values or stateful objects as plain data.
     """
-    model, optimizer, rest = _sorted(state, "save")
+    model, optimizer, rest = together(lambda: _sorted(state, "save"), BadInput)
+    # On all ranks: a `state_dict` may talk to the others.
     plain = {name: value.state_dict() if isinstance(value, _Stateful) else value for name, value in rest.items()}
     step = next((value for name in _STEPS if type(value := rest.get(name)) is int and value >= 0), 0)
-    save_over(path, model, optimizer, {"step": step, _KEY: to_json(plain, "state")}, files=True)
+    save_over(path, model, optimizer, lambda: {"step": step, _KEY: to_json(plain, "state")}, files=True)
 
 
 def load_state(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def load_state(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]
     Returns:
         Values of the checkpoint that `state` does not have.
     """
-    model, optimizer, rest = _sorted(state, "load")
+    model, optimizer, rest = together(lambda: _sorted(state, "load"), BadInput)
     source = opened(path) if is_folder(path) else None
     if source is not None:
         saved: dict[str, Any] = from_json(source.extra.get(_KEY, {}))

@@ -23,11 +23,16 @@ _KEY = "lightning"
 def save_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None, checkpoint: dict[str, Any]) -> None:
     """Write `checkpoint`, with the model's and the optimizer's own state in place of what it says of them. Collective.
 
-    One that has the same name is replaced, once the new one is complete.
+    One that has the same name is replaced, once the new one is complete. What is beside them is the first rank's.
 
     Raises:
-        BadInput: a hook has put weights or states of its own among those, such as an average.
+        BadInput: a hook has put weights or states of its own among those, such as an average; on all ranks.
     """
+    save_over(path, model, optimizer, lambda: _beside_tensors(checkpoint), files=True)
+
+
+def _beside_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint has beside weights and states, as JSON."""
     added = [*checkpoint.get("state_dict", ()), *(f"{key} of an optimizer" for key in _added_states(checkpoint))]
     if added:
         raise BadInput(
@@ -36,8 +41,7 @@ def save_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None, ch
             "callback that averages weights (WeightAveraging) is left out, or trains without checkpoints."
         )
     rest = {key: value for key, value in checkpoint.items() if key not in _TENSORS}
-    extra = {"step": int(checkpoint.get("global_step", 0)), _KEY: to_json(rest)}
-    save_over(path, model, optimizer, extra, files=True)
+    return {"step": int(checkpoint.get("global_step", 0)), _KEY: to_json(rest)}
 
 
 def load_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
