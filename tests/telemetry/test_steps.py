@@ -248,6 +248,24 @@ def test_a_loop_that_goes_on_keeps_the_records_of_its_earlier_steps(tmp_path: Pa
     assert has_ended(lines_of(tmp_path / "metrics.jsonl"))
 
 
+def test_of_several_optimizers_the_one_that_steps_first_ends_steps(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        apart = [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
+        model, (often, rare) = tz.shard(model, apart, plan="zero1")
+        telemetry = tz.telemetry.attach(model, tmp_path, every=2, stall_s=None)
+        for step in range(4):
+            model(torch.ones(2, 8)).sum().backward()
+            for optimizer in (often, rare)[: 1 + step % 2]:
+                optimizer.step()
+                optimizer.zero_grad()
+        telemetry.close()
+
+    run_in_threads(1, body)
+    found = [(line["kind"], line["step"]) for line in lines_of(tmp_path / "metrics.jsonl")]
+    assert found == [("step", 2), ("step", 4), ("end", 4)]
+
+
 def test_of_ranks_that_fail_at_once_the_first_note_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (ExitNote(STALLED, "stuck", f"rank {rank}", rank) for rank in range(2))
     dumps = json.dumps

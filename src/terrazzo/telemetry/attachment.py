@@ -52,13 +52,19 @@ class Telemetry:
         self._flight_recorder = flight_recorder
         self._stop_looking = stop_looking
         self._engine: Engine | None = None
-        self._handle: Any = None
+        self._handles: list[Any] = []
+        self._ends: Any = None  # the optimizer whose step ends one of the loop's
         self._path = next((sink.path for sink in sinks if isinstance(sink, JsonLines)), None)
 
     def follow(self, engine: Engine) -> None:
-        """Count the steps of this engine's last optimizer."""
+        """Count the steps of that of this engine's optimizers which steps first."""
         self._engine = engine
-        self._handle = engine.optimizers[-1].register_step_post_hook(lambda *_: self._step_done())
+        self._handles = [each.register_step_post_hook(self._stepped) for each in engine.optimizers]
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        self._ends = optimizer if self._ends is None else self._ends
+        if optimizer is self._ends:
+            self._step_done()
 
     def _step_done(self) -> None:
         self._step += 1
@@ -80,9 +86,9 @@ class Telemetry:
 
     def close(self) -> None:
         """Stop writing and watching. What has been written stays."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._ends = [], None
         if self._engine is not None:
             self._flight_recorder.events.leave(self._engine)  # a later phase would say that the rank has not left
             self._engine = None
@@ -112,9 +118,9 @@ def attach(  # structure: signature fixed by what the records of a run have
     is named, what all ranks were doing is kept in `folder/stall`, and they are ended with exit code 81. What the loop
     does between steps may take any time; see `docs/guides/slow-runs.md`.
 
-    A step ends when the model's optimizer has stepped; of several optimizers, the last one. A record is the mean of the
-    steps since the record before; `docs/concepts/step-record.md` describes its fields. What the model computes does not
-    change, and no step has another exchange for it.
+    A step ends when the model's optimizer has stepped; of several, the one that steps first, as in `terrazzo profile`.
+    A record is the mean of the steps since the record before; `docs/concepts/step-record.md` describes its fields. What
+    the model computes does not change, and no step has another exchange for it.
 
     Args:
         model: sharded, with its optimizer.
