@@ -23,6 +23,7 @@ from terrazzo.checkpoint.operations.convert import convert
 from terrazzo.checkpoint.operations.describe import expand, lost
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.checkpoint.saving.job import FAILED, record_name
+from terrazzo.checkpoint.series import retention
 from terrazzo.checkpoint.storage.local import LocalStore
 from terrazzo.checkpoint.storage.remote import RemoteStore
 from terrazzo.errors import BadInput, Damaged, SaveFailed
@@ -94,6 +95,59 @@ def test_the_newest_is_the_highest_step_and_resumes_to_the_bit(folder: str, monk
     assert weight == 100_000_000
     assert (found.path, found.run, found.world_size, found.refused) == (checkpoint.latest(folder), "r", 2, {})
     assert found.extra["step"] == 100_000_000
+
+
+def test_a_folder_of_checkpoints_that_are_no_steps_is_refused(folder: str) -> None:
+    """A run that resumes there would begin at step 0."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "step_path", lambda folder, step: f"{folder}/{('step-100', 'last')[step]}")
+        save_steps(folder, 0, 1)
+
+    def newest(rank: int) -> None:
+        checkpoint.load_newest(folder, *built())
+
+    refused = (
+        lambda: checkpoint.latest(folder),
+        lambda: checkpoint.prune(folder, keep_last=1),
+        lambda: checkpoint.clear(folder),
+        lambda: run_in_threads(2, newest),
+    )
+    for call in refused:
+        with pytest.raises(BadInput, match=r"none is named as the steps.*: last, step-100\. .*step-00000100"):
+            call()
+    with pytest.raises(BadInput, match=r"last' is a checkpoint itself.*tz\.checkpoint\.load"):
+        checkpoint.latest(f"{folder}/last")
+    save_steps(folder, 3)
+    assert names(folder) == ["step-00000003"]  # beside which others may lie
+    checkpoint.set_aside(f"{folder}/step-00000003")
+    for name in ("last", "step-100"):
+        fsspec.url_to_fs(folder)[0].rm(f"{folder}/{name}", recursive=True)
+    assert names(folder) == []  # damaged or suspect ones are known
+
+
+@pytest.mark.parametrize("step", [-1, 5.0, "5", True, None])
+def test_what_is_no_number_of_steps_has_no_path(step: Any) -> None:
+    with pytest.raises(BadInput, match=f"step is {step!r}: give the number"):
+        checkpoint.step_path("a", step)
+
+
+def test_the_step_of_a_path_with_a_slash_at_its_end(tmp_path: Path) -> None:
+    assert checkpoint.step_of("a/step-00000100/") == 100 == checkpoint.step_of(tmp_path / "step-00000100")
+    assert checkpoint.step_of("a/step-100/") is None
+
+
+def test_what_another_rank_has_removed_or_renamed_is_no_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where every rank calls what is for one: each has seen the folder before the others change it."""
+    save_steps(folder, 1, 2)
+    stale = names(folder)
+    checkpoint.prune(folder, keep_last=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(retention, "complete_names", lambda store: stale)
+        checkpoint.clear(folder)
+        checkpoint.clear(folder)
+        assert checkpoint.suspect(folder, after=0) == []
+    with pytest.raises(BadInput, match=r"no checkpoint '.*step-00000001'"):
+        checkpoint.set_aside(f"{folder}/step-00000001")
 
 
 def test_what_a_conversion_loses_is_what_was_there(tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ def load_newest(
 
     Raises:
         Damaged: there are checkpoints, and none is whole; the message has the reason for each.
-        BadInput: the newest whole one does not fit, or one cannot be read, which proves no damage.
+        BadInput: the newest whole one does not fit, or one cannot be read, which proves no damage; or `folder` is a
+            checkpoint itself, or has such as have no step's name, and no other.
     """
     beside = besides or {}
     seen = together(lambda: [*complete_checkpoints(folder), *beside], BadInput)

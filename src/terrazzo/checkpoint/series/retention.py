@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ def prune(  # structure: signature fixed by what may be kept
 
     Those of other formats and other runs are left out, and damaged ones as far as that shows without reading tensors:
     their bytes `load_newest` checks, and renames what it refuses. Of those that are kept at least one opens.
+    For one process, such as rank 0 of a run; what another one has removed meanwhile is no error.
 
     Args:
         keep_last: how many of the highest steps are kept.
@@ -43,7 +45,7 @@ def prune(  # structure: signature fixed by what may be kept
         dry_run: return the names and remove nothing.
 
     Raises:
-        BadInput: a number that is too small; or the folder cannot be seen.
+        BadInput: a number that is too small; or the folder cannot be seen, or none of its checkpoints is a step's.
     """
     if not is_count(keep_last):
         raise BadInput(f"keep_last is {keep_last}: keep one at least, or use terrazzo.checkpoint.clear.")
@@ -66,28 +68,34 @@ def prune(  # structure: signature fixed by what may be kept
         staying |= {each.where for each in [each for each in own if (step_of(each.where) or 0) <= sure][-1:]}
     gone = [checkpoint.where.rpartition("/")[2] for checkpoint in own if checkpoint.where not in staying]
     for name in gone if not dry_run else ():
-        store.remove(name)
+        _remove(store, name)
     return gone
 
 
 def clear(folder: str | os.PathLike[str]) -> None:
-    """Remove every complete checkpoint in `folder`, damaged ones too."""
+    """Remove every complete checkpoint in `folder`, damaged ones too. For one process, as `prune` is."""
     store = open_store(folder)
     for name in complete_names(store):
-        store.remove(name)
+        _remove(store, name)
 
 
 def set_aside(path: str) -> str:
-    """Rename a damaged checkpoint, so that its step can be saved again; returns its new name."""
+    """Rename a damaged checkpoint, so that its step can be saved again; returns its new name. For one process.
+
+    Raises `BadInput` where there is none.
+    """
     store, name = store_and_name(path)
-    return store.set_aside(name)
+    try:
+        return store.set_aside(name)
+    except FileNotFoundError:
+        raise BadInput(f"There is no checkpoint '{path}': of the ranks of a run one is to set it aside.") from None
 
 
 def suspect(folder: str | os.PathLike[str], *, after: int, run: str | None = None) -> list[str]:
     """Rename the complete checkpoints of steps behind `after`, so that nothing resumes from them.
 
     Returns the new names. They are whole, but what is in them may have been computed wrongly. Renamed back, they are as
-    before.
+    before. For one process: others miss in what they return what this one has renamed.
 
     Args:
         run: only this run's; default: every run's.
@@ -96,12 +104,21 @@ def suspect(folder: str | os.PathLike[str], *, after: int, run: str | None = Non
     names = [name for name in complete_names(store) if (step_of(name) or 0) > after]
     opened = {name: _opened(store, name) for name in names}
     wanted = [name for name, each in opened.items() if run is None or (each and each.manifest.run == run)]
-    return [store.set_aside(name, _SUSPECT) for name in wanted]
+    renamed = []
+    for name in wanted:
+        with contextlib.suppress(FileNotFoundError):  # another process has
+            renamed.append(store.set_aside(name, _SUSPECT))
+    return renamed
 
 
 def suspects(folder: str | os.PathLike[str]) -> list[str]:
     """The names in `folder` that `suspect` has given."""
     return [name for name in open_store(folder).candidates() if f".{_SUSPECT}-" in name]
+
+
+def _remove(store: CheckpointStore, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another process has
+        store.remove(name)
 
 
 def _opened(store: CheckpointStore, name: str) -> TerrazzoCheckpoint | None:

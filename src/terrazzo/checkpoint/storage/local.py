@@ -66,6 +66,9 @@ class LocalStore(CheckpointStore):
     def folder(self, name: str) -> LocalFolder:
         return LocalFolder(self.root / name)
 
+    def itself(self) -> LocalFolder:
+        return LocalFolder(self.root)
+
     def draft(self, name: str, nonce: str) -> LocalDraft:
         return LocalDraft(self.root, name, nonce)
 

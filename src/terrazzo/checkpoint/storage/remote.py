@@ -50,6 +50,9 @@ class RemoteStore(CheckpointStore):
     def folder(self, name: str) -> RemoteFolder:
         return RemoteFolder(self._fs, f"{self._root}/{name}", f"{self.where}/{name}")
 
+    def itself(self) -> RemoteFolder:
+        return RemoteFolder(self._fs, self._root, self.where)
+
     def draft(self, name: str, nonce: str) -> RemoteDraft:
         return RemoteDraft(self._fs, self.folder(name), nonce)
 

@@ -24,6 +24,7 @@ __all__ = [
     "CheckpointStore",
     "FileWriter",
     "aside_name",
+    "is_aside",
     "is_checkpoint",
     "not_saved",
     "read_errors_named",
@@ -207,6 +208,10 @@ class CheckpointStore(ABC):
         """One checkpoint to read."""
 
     @abstractmethod
+    def itself(self) -> CheckpointFolder:
+        """The place, as if it were a checkpoint."""
+
+    @abstractmethod
     def draft(self, name: str, nonce: str) -> CheckpointDraft:
         """One to be written. `nonce` tells attempts at the same name apart and is the same on all ranks."""
 
@@ -228,9 +233,9 @@ def step_name(step: int) -> str:
     return f"{STEP}{step:08d}"
 
 
-def step_of(path: str) -> int | None:
+def step_of(path: str | os.PathLike[str]) -> int | None:
     """The step that a checkpoint's name or path tells; None of a name that `step_name` does not give."""
-    name = path.rpartition("/")[2]
+    name = os.fspath(path).rstrip("/").rpartition("/")[2]
     match = _STEP_NAME.fullmatch(name)
     return step if match and step_name(step := int(match[1])) == name else None
 
@@ -238,6 +243,11 @@ def step_of(path: str) -> int | None:
 def aside_name(name: str, why: str) -> str:
     """A new name, which no series has, for a checkpoint that is put aside; `why` is a word of it."""
     return f"{name}.{why}-{os.urandom(2).hex()}"
+
+
+def is_aside(name: str) -> bool:
+    """Whether a name is one that `aside_name` gives to a step."""
+    return step_of(name.partition(".")[0]) is not None and "." in name
 
 
 def is_checkpoint(entries: Iterable[str]) -> bool:
