@@ -234,6 +234,11 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(arguments: tuple[str, 
     assert list(Path().iterdir()) == []
 
 
+def test_a_file_of_another_kind_is_refused_before_the_planner_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "terrazzo.cli.init.document", None)
+    assert "must end with .yaml or .yml" in refused("--yes", "mine.json")
+
+
 def test_a_file_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk names no file, and what was there stays as it was: half a configuration would be read as one."""
     real = Path.write_text

@@ -494,6 +494,8 @@ def test_a_picture_is_written(suffix: str, tmp_path: Path) -> None:
         (["--params", "70x", "--world", "8"], "70B"),
         (["--params", "0", "--world", "8"], "'0'"),
         (["--params", "-1", "--world", "8"], "'-1'"),
+        (["--params", "7e99", "--world", "8"], "--params is '7e99', expected a number"),
+        (["--params", "9" * 400, "--world", "8"], "--params is '9999"),
         (["--params", "70e9", "--model", "gpt2", "--world", "8"], "--model and --params"),
         (["--model", "nope", "--gpus", "8"], "neither a preset nor a file"),
         (["--model", "llama3-8", "--gpus", "8"], "Did you mean 'llama3-8b'"),

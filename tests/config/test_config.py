@@ -266,6 +266,14 @@ def test_the_edit_for_a_glob_of_a_tensor_plan_is_read(tmp_path: Path) -> None:
 
 def test_a_whole_number_may_be_written_as_a_power_of_ten() -> None:
     assert config_from_dict({"train": {"steps": 5e3}}).train.steps == 5000
+    assert config_from_dict({"train": {"seed": 2.0**52}}).train.seed == 2**52
+    assert config_from_dict({"train": {"seed": 2**62 + 1}}).train.seed == 2**62 + 1
+
+
+@pytest.mark.parametrize(("section", "key"), [("train", "seed"), ("train", "steps"), ("checkpoint", "every")])
+def test_a_whole_number_that_has_been_rounded_is_refused(section: str, key: str) -> None:
+    told = refusal({section: {key: 1234567890123456789.0}})
+    assert f"{section}.{key} is 1.2345678901234568e+18" in told and "Write all of its digits" in told
 
 
 @pytest.mark.parametrize(

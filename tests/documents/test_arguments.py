@@ -194,6 +194,11 @@ def test_an_argument_that_is_not_sure_is_refused(words: str, script: str) -> Non
         ("python train.py -o out --bf16 -v", {"o": "out", "bf16": True, "v": True}),
         ("python p.py --bf16 -c=a --x -1 -.5 '-a b'", {"bf16": True, "c": "a", "x": [-1, -0.5, "-a b"]}),
         ("python p.py --x $((010*2)) --y $((10*2))", {"x": "$((010*2))", "y": 20}),
+        (
+            "p.py --seed 1234567890123456789 --x -18446744073709551615",
+            {"seed": 1234567890123456789, "x": 1 - (1 << 64)},
+        ),
+        ("IFS=, read -r A <<< 1,2\np.py --seed 3", {"seed": 3}),
         ("p.py --run 007 --tag -01 --x 0 --y 0.50 --z 1e3", {"run": "007", "tag": "-01", "x": 0, "y": 0.5, "z": 1000}),
     ],
 )
@@ -262,6 +267,9 @@ def test_only_text_for_a_shell_is_a_command(script: str, arguments: dict[str, An
         ("torchrun p.py --lr=1 $ARGS", r"\$ARGS is not set"),
         ("OPTS=$(cat opts)\npython p.py $OPTS --lr 1", r"\$\(cat is not set"),
         ("python p.py `cat opts` --lr 1", "`cat opts` is not set"),
+        ("IFS=,\nA=--x,1\npython p.py --lr 1 $A", r"x\.sh' sets \$IFS, by which"),
+        ("f() { local IFS=:; }\npython p.py --lr 1", r"sets \$IFS"),
+        ("read -r IFS\npython p.py --lr 1", r"sets \$IFS"),
         ("A=(--lr 1", "the bracket in line 1 is not closed"),
         ("A=xx\n" + "A=$A$A$A$A$A$A$A$A\n" * 20 + "python p.py --lr $A", "text without end"),
     ],

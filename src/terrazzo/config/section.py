@@ -51,13 +51,15 @@ class Section(BaseModel):
     def _of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
         """Switches are true or false, and numbers are numbers: pydantic alone takes `true` for 1 and 'off' for false.
 
-        A whole number may be written `5e3`, which every format reads as 5000.0.
+        A whole number may be written `5e3`, which every format reads as 5000.0, as long as that is exact.
         """
         assert info.field_name is not None
         annotation = cls.model_fields[info.field_name].annotation
         kinds = {annotation, *get_args(annotation)}
         if bool in kinds and not isinstance(value, bool):
             raise PydanticKnownError("bool_type")
+        if int in kinds and float not in kinds:
+            check_exact(value)
         if kinds & {int, float} and isinstance(value, bool if str in kinds else bool | str):
             raise PydanticKnownError("int_type" if int in kinds else "float_type")
         return value
@@ -88,10 +90,17 @@ class Section(BaseModel):
         yield from ()
 
 
+def check_exact(value: Any) -> None:
+    """Raises `PydanticKnownError` for a float that other whole numbers are rounded to, too."""
+    if isinstance(value, float) and abs(value) >= 2**53:
+        raise PydanticKnownError("int_type")
+
+
 def whole_number(value: Any) -> int:
     """A whole number above 0, for a key that may also be a word. Raises: `PydanticKnownError` for anything else."""
     if not isinstance(value, int | float) or isinstance(value, bool) or value != value // 1:
         raise PydanticKnownError("int_type")
+    check_exact(value)
     if value <= 0:
         raise PydanticKnownError("greater_than", {"gt": 0})
     return int(value)

@@ -123,6 +123,8 @@ def _edit(kind: str, value: Any) -> str:
     """The edit for a number or switch that is text (`'12'`, `'off'`), or a word in place of a list; else empty."""
     if isinstance(value, str) and kind == "list_type":
         return f" Write [{value}]."
+    if isinstance(value, float) and kind == "int_type" and value.is_integer():
+        return " Write all of its digits, without a point or an exponent: as it stands it is rounded."
     if not isinstance(value, str) or kind not in ("int_type", "float_type", "bool_type"):
         return ""
     try:

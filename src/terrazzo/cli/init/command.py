@@ -41,10 +41,10 @@ def init(
 
     terrazzo init mine.yaml --yes --model llama3-8b --gpu h100-sxm --ranks 8
     """
-    from terrazzo.cli.init.document import write_config  # imports the planner and the trainer
-
     file = _checked_file(file)
     _check_askable(texts, yes)
+    from terrazzo.cli.init.document import write_config  # imports the planner and the trainer
+
     write_config(_free_file(file, yes, overwrite), _answers(texts, yes))
 
 

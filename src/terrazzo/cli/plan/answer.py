@@ -117,6 +117,7 @@ def _strategy(name: str | None, tier: str | None) -> tuple[str | None, bool]:
 
 
 COUNT = re.compile(r"([0-9.]+(?:e[0-9]+)?)([kmbt]?)", re.IGNORECASE)
+MOST_PARAMS = 1e18
 LETTERS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -127,8 +128,11 @@ def _count(text: str) -> float:
         value = float(match[1]) * LETTERS[match[2].lower()] if match else math.nan
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= 1):
-        raise BadInput(f"--params is '{text[:40]}', expected a number of parameters such as 70e9, 70B or 350M.")
+    if not 1 <= value <= MOST_PARAMS:
+        raise BadInput(
+            f"--params is '{text[:40]}', expected a number of parameters such as 70e9, 70B or 350M, of at most"
+            f" {MOST_PARAMS:.0e}."
+        )
     return round(value)
 
 

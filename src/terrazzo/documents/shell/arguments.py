@@ -33,6 +33,9 @@ _OPTION = re.compile(r"(?:--(?=.)|-(?=[A-Za-z][\w-]*(?:=|$)))([^=]*)(?:(=)(.*))?
 _NUMBER = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 """Not `007`, which is a name: as a number it could not be written again. `1e3` is one, as rates are written so."""
 
+_MOST_DIGITS = 300
+"""Of a whole number: what has more is beyond every float, too."""
+
 
 def parse_arguments(text: str, origin: str) -> dict[str, Any]:
     """The arguments of the one program that a script starts, or of a file that holds arguments alone.
@@ -169,7 +172,7 @@ def _plain(word: str) -> Any:
     """A number where it is one."""
     if not _NUMBER.fullmatch(word):
         return word
-    return int(word) if re.fullmatch(r"[-+]?\d{1,18}", word) else float(word)
+    return int(word) if re.fullmatch(rf"[-+]?\d{{1,{_MOST_DIGITS}}}", word) else float(word)
 
 
 def write_arguments(document: Mapping[str, Any], program: str) -> str:

@@ -63,6 +63,7 @@ class ShellVariables:
 
     def set(self, name: str, value: AssignedValue, *, more: bool = False) -> None:
         """What an assignment says; `more` for `+=`."""
+        self._check_separators(name)
         self.changed.append(name)
         words, array, problem = value
         had = self._values.get(name, [])
@@ -74,6 +75,7 @@ class ShellVariables:
 
     def lose(self, name: str, why: str) -> None:
         """The script does not show what a variable holds, here or, as a function may set it, further down."""
+        self._check_separators(name)
         self._unknown.setdefault(name, why)
         self.changed.append(name)
 
@@ -82,6 +84,13 @@ class ShellVariables:
         for name in self._values:
             self.lose(name, f"${name} may be set by {by}")
         self._all_unknown = self._all_unknown or (by if later else "")
+
+    def _check_separators(self, name: str) -> None:
+        if name == "IFS":
+            raise BadInput(
+                f"'{self.origin}' sets $IFS, by which the shell divides what variables hold into arguments: that"
+                ' is not followed here. Write the arguments into a file that ends in ".args", or take that line out.'
+            )
 
     def inherited(self) -> ShellVariables:
         """Those of a shell that the script starts."""
