@@ -12,9 +12,12 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
+from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
+from terrazzo.launch.environment import adopt_slurm
 from terrazzo.launch.machine import cuda_index
 from terrazzo.launch.rank import rendezvous
+from terrazzo.launch.rank.process_group import join
 from terrazzo.launch.rank.rendezvous import meet
 
 
@@ -84,6 +87,52 @@ def test_ranks_that_come_late_are_waited_for(port: int) -> None:
 def test_ranks_that_do_not_come_are_named(port: int) -> None:
     for said in all_meet({0: 0.0, 2: 0.1, 4: 0.0}, 5, 3.0).values():
         assert said.startswith(f"Ranks 1, 3 have not come to localhost:{port}, ")
+
+
+@pytest.mark.parametrize("sizes", [{0: 2, 1: 3, 2: 3}, {0: 3, 1: 2}])
+def test_ranks_that_were_told_different_world_sizes_refuse_soon(
+    port: int, sizes: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_OTHERS_ARE_NEAR_S", 1.0)
+
+    def come(rank: int) -> str:
+        with pytest.raises(BadInput) as refused:
+            meet(rank, sizes[rank], 600.0)  # longer than the test may take
+        return str(refused.value)
+
+    with ThreadPoolExecutor(len(sizes)) as pool:
+        (said,) = set(pool.map(come, sizes))
+    assert said.startswith(f"WORLD_SIZE is {sizes[0]} on rank 0 and {sizes[1]} on rank")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("RANK", "abc", "RANK is 'abc', expected a whole number from 0 on"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE is '0', expected a whole number from 1 on"),
+        ("LOCAL_RANK", "-1", "LOCAL_RANK is '-1', expected"),
+        ("LOCAL_WORLD_SIZE", "1.5", "LOCAL_WORLD_SIZE is '1.5', expected"),
+        ("RANK", "2", "RANK is 2 and WORLD_SIZE is 2: ranks count from 0 to 1"),
+    ],
+)
+def test_a_place_that_is_no_number_is_named(
+    port: int, monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for variable, number in (place | {name: value}).items():
+        monkeypatch.setenv(variable, number)
+    with pytest.raises(BadInput, match=words):
+        join(LaunchConfig(device="cpu"))
+
+
+def test_a_slurm_task_that_is_not_told_its_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_NODEID"):
+        monkeypatch.delenv(name, raising=False)
+    slurm = {"PROCID": "0", "STEP_ID": "0", "STEP_NUM_TASKS": "3", "STEP_TASKS_PER_NODE": "2,1"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(BadInput, match=r"'2,1' tasks on its nodes, and SLURM_NODEID"):
+        adopt_slurm()
 
 
 @pytest.fixture

@@ -31,7 +31,9 @@ _NEEDED = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def require_environment() -> None:
-    """Raise `BadInput` if variables are missing: each rank would take the first GPU and all CPUs."""
+    """Raise `BadInput` if variables are missing, with which each rank would take the first GPU and all CPUs, or if some
+    are no numbers.
+    """
     if missing := [name for name in _NEEDED if not os.environ.get(name)]:
         raise BadInput(
             f"RANK and WORLD_SIZE are set, and {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not. Start"
@@ -39,6 +41,11 @@ def require_environment() -> None:
             " machine from 0, LOCAL_WORLD_SIZE, which is how many these are, and MASTER_ADDR and MASTER_PORT, where"
             " rank 0 can be reached."
         )
+    for name, least in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        if not (os.environ[name].isdecimal() and int(os.environ[name]) >= least):
+            raise BadInput(f"{name} is '{os.environ[name]}', expected a whole number from {least} on: set it to one.")
+    if (rank := int(os.environ["RANK"])) >= (world_size := int(os.environ["WORLD_SIZE"])):
+        raise BadInput(f"RANK is {rank} and WORLD_SIZE is {world_size}: ranks count from 0 to {world_size - 1}.")
 
 
 def starter() -> str:
@@ -94,7 +101,7 @@ def adopt_slurm() -> None:
     A lone task is no rank, as a shell may be one: the ranks of its machine are still to be started.
 
     Raises:
-        BadInput: Slurm does not say how many of the tasks run on each node.
+        BadInput: Slurm does not say how many of the tasks run on each node, or on which one this is.
     """
     env = os.environ
     if is_rank() or "SLURM_PROCID" not in env or not ({"SLURM_STEP_ID", "SLURM_STEPID"} & set(env)):
@@ -110,9 +117,8 @@ def adopt_slurm() -> None:
             "says how many of them are on each node: start them with srun, which sets both, or set the second one, to "
             "4(x2) for four on each of two nodes."
         )
-    per_node = _tasks_per_node(told)
+    env["LOCAL_WORLD_SIZE"] = str(_tasks_here(told, env.get("SLURM_NODEID", "")))
     env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = env["SLURM_PROCID"], tasks, env.get("SLURM_LOCALID", "0")
-    env["LOCAL_WORLD_SIZE"] = str(per_node[int(env["SLURM_NODEID"])] if len(set(per_node)) > 1 else per_node[0])
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "localhost")
     env.setdefault("MASTER_ADDR", first_host(nodes))
     env.setdefault("MASTER_PORT", str(_port(env.get("SLURM_JOB_ID", "0"), step)))
@@ -121,6 +127,19 @@ def adopt_slurm() -> None:
 def _port(job: str, step: str) -> int:
     """A port for each step of a job, below those that Linux assigns by itself (from 32768)."""
     return 10_000 + (7 * int(job) + int(step)) % 20_000
+
+
+def _tasks_here(told: str, node: str) -> int:
+    """How many of the tasks are on this node."""
+    per_node = _tasks_per_node(told)
+    if len(set(per_node)) == 1:
+        return per_node[0]
+    if not (node.isdecimal() and int(node) < len(per_node)):
+        raise BadInput(
+            f"Slurm has '{told}' tasks on its nodes, and SLURM_NODEID, which says which of them this is, is"
+            f" '{node}': start the tasks with srun, which sets both."
+        )
+    return per_node[int(node)]
 
 
 def _tasks_per_node(text: str) -> list[int]:

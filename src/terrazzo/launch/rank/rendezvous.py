@@ -12,6 +12,7 @@ import json
 import os
 import time
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -23,13 +24,16 @@ __all__ = ["meet"]
 _GRACE = timedelta(seconds=10)
 """Extra time for messages that are sent at the end of the timeout."""
 _LOOK_AGAIN_S = 1.0
+_OTHERS_ARE_NEAR_S = 5.0
+"""For so long after a rank that was told another WORLD_SIZE the rest is waited for, to be told of it."""
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """The run's own prefix of the store at MASTER_ADDR:MASTER_PORT, once all ranks have come. Every rank calls this.
 
     Raises:
-        BadInput: the address cannot be used, or ranks, which are named, have not come within `timeout_s`.
+        BadInput: the address cannot be used; ranks, which are named, have not come within `timeout_s`, or were told
+            another world size.
     """
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's, which is there already
@@ -51,9 +55,15 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             f" {_first_line(error)}. MASTER_ADDR must name the host of rank 0, and MASTER_PORT a free port there that"
             " the other hosts can reach."
         ) from None
-    run, absent = _call_roll(store, world_size, timeout) if rank == 0 else _answer(store, rank, timeout + _GRACE)
-    if absent:
-        who = f"Ranks {listed(absent, 8)} have" if len(absent) > 1 else f"Rank {absent[0]} has"
+    if rank == 0:
+        run, roll = _call_roll(store, world_size, timeout)
+    else:
+        run, roll = _answer(store, rank, world_size, timeout + _GRACE)
+    if len(roll.sizes) > 1:
+        told = " and ".join(f"{size} on {_ranks(ranks)}" for size, ranks in roll.sizes.items())
+        raise BadInput(f"WORLD_SIZE is {told}, which meet at {address}: give every rank of this run the same.")
+    if roll.absent:
+        who = f"Ranks {listed(roll.absent, 8)} have" if len(roll.absent) > 1 else f"Rank {roll.absent[0]} has"
         raise BadInput(
             f"{who} not come to {address}, where the {world_size} ranks of this run meet, within"
             f" {timeout.total_seconds():g} s: look at what became of them, or give them longer with launch.timeout_s."
@@ -61,40 +71,75 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     return run
 
 
-def _call_roll(store: dist.Store, world_size: int, timeout: timedelta) -> tuple[dist.Store, list[int]]:
-    """Rank 0's part; returns the run's store, and the missing ranks, which it tells those that have come."""
+class RollCall(NamedTuple):
+    """The ranks that have not come, and by each WORLD_SIZE those that were told it, where there are several."""
+
+    absent: list[int]
+    sizes: dict[str, list[int]]
+
+
+class Caller(NamedTuple):
+    """A rank that has come, the WORLD_SIZE that it was told, and where it is answered."""
+
+    rank: int
+    world_size: int
+    call: str
+
+
+def _call_roll(store: dist.Store, world_size: int, timeout: timedelta) -> tuple[dist.Store, RollCall]:
+    """Rank 0's part; returns the run's store, and what it has told those that have come."""
     name = os.urandom(8).hex()
     run = dist.PrefixStore(name, store)
-    run.set("here/0", name)
     store.set("run", name)
-    absent = _absent(run, world_size, timeout)
-    present = [number for number in range(1, world_size) if number not in absent]
-    for number in present:
-        run.set(f"absent/{run.get(f'here/{number}').decode()}", json.dumps(absent))
-    if absent and present:
-        _comes(run, [f"heard/{number}" for number in present], _GRACE)
-    return run, absent
+    callers = _callers(run, world_size, timeout)
+    sizes: dict[str, list[int]] = {str(world_size): [0]}
+    for caller in sorted(callers):
+        sizes.setdefault(str(caller.world_size), []).append(caller.rank)
+    present = {caller.rank for caller in callers}
+    apart = sizes if len(sizes) > 1 else {}
+    roll = RollCall([] if apart else [rank for rank in range(1, world_size) if rank not in present], apart)
+    for caller in callers:
+        run.set(f"answer/{caller.call}", json.dumps(roll))
+    if (roll.absent or apart) and callers:
+        _comes(run, [f"heard/{caller.call}" for caller in callers], _GRACE)
+    return run, roll
 
 
-def _answer(store: dist.Store, rank: int, timeout: timedelta) -> tuple[dist.Store, list[int]]:
-    """Any other rank's part; returns the run's store, and the missing ranks."""
+def _callers(run: dist.Store, world_size: int, timeout: timedelta) -> list[Caller]:
+    """The other ranks as they come, until all have or the time is over; soon after one that was told another size."""
+    callers: list[Caller] = []
+    deadline, expected = time.monotonic() + timeout.total_seconds(), world_size
+    while not {caller.rank for caller in callers}.issuperset(range(1, expected)):
+        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        if not _comes(run, [f"caller/{len(callers) + 1}"], left):
+            break
+        callers.append(Caller(*json.loads(run.get(f"caller/{len(callers) + 1}"))))
+        if callers[-1].world_size != world_size:
+            expected = max(expected, callers[-1].world_size)
+            deadline = min(deadline, time.monotonic() + _OTHERS_ARE_NEAR_S)
+    return callers
+
+
+def _answer(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> tuple[dist.Store, RollCall]:
+    """Any other rank's part; returns the run's store, and what rank 0 has told."""
     call, deadline = os.urandom(8).hex(), time.monotonic() + timeout.total_seconds()
+    called: set[str] = set()
     while (left := deadline - time.monotonic()) > 0:
         if _comes(store, ["run"], timedelta(seconds=left)):
-            run = dist.PrefixStore(store.get("run").decode(), store)
-            run.set(f"here/{rank}", call)
-            if _comes(run, [f"absent/{call}"], timedelta(seconds=min(left, _LOOK_AGAIN_S))):
-                absent: list[int] = json.loads(run.get(f"absent/{call}"))
-                run.set(f"heard/{rank}", "yes")
-                return run, absent
-    return store, [0]
+            name = store.get("run").decode()
+            run = dist.PrefixStore(name, store)
+            if name not in called:
+                called.add(name)
+                run.set(f"caller/{run.add('callers', 1)}", json.dumps(Caller(rank, world_size, call)))
+            if _comes(run, [f"answer/{call}"], timedelta(seconds=min(left, _LOOK_AGAIN_S))):
+                roll = RollCall(*json.loads(run.get(f"answer/{call}")))
+                run.set(f"heard/{call}", "yes")
+                return run, roll
+    return store, RollCall([0], {})
 
 
-def _absent(store: dist.Store, world_size: int, timeout: timedelta) -> list[int]:
-    keys = [f"here/{number}" for number in range(world_size)]
-    if _comes(store, keys, timeout):
-        return []
-    return [number for number, key in enumerate(keys) if not store.check([key])]
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, 8)}"
 
 
 def _comes(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
