@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import subprocess
@@ -13,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.storage import local
-from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.errors import BadInput, RanksApart, SaveFailed
 from tests.engine.toys import Net, adamw, batch, loss_of
 from tests.helpers import programs
 from tests.helpers.cover import mostly_long
@@ -114,6 +116,16 @@ def test_a_killed_writer_is_an_error_on_every_rank_and_earlier_ones_are_intact(
 
 def exceed(folder: str) -> None:
     model, optimizer = built("zero3")
+    refused: dict[str, list[Any]] = {"patience_s": [-1, "5", math.nan], "staging_limit_bytes": ["1 GB"]}
+    for name, values in refused.items():
+        for value in values:
+            options: dict[str, Any] = {name: value}
+            with pytest.raises(BadInput, match=f"{name} is {value!r}: give a number of"):
+                checkpoint.Saver(model, optimizer, **options)
+    apart = checkpoint.Saver(model, optimizer, patience_s=10.0 + dist.get_rank())
+    with pytest.raises(RanksApart, match="patience_s is 10 on rank 0 and 11 on rank 1"):
+        apart.save(f"{folder}/a", {})
+    apart.close()
     with checkpoint.Saver(model, optimizer, staging_limit_bytes=1000) as saver:
         with pytest.raises(BadInput, match="the limit is 1,000"):
             saver.save(f"{folder}/a", {})

@@ -185,6 +185,11 @@ def refused_on_all(base: nn.Module, out: Path, kind: type[Exception], words: str
 
 def test_what_cannot_be_written_is_refused_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused_on_all(Net(), tmp_path / "a", tz.BadInput, r"config=\{\.\.\.\}")
+    wrong: list[tuple[str, Any]] = [("dtype", "bf16"), ("dtype", torch.int8), ("max_shard_bytes", "5GB"),
+                                    ("max_shard_bytes", 0), ("config", {"a": {1}}), ("config", ["a"])]  # fmt: skip
+    for name, value in wrong:
+        options: dict[str, Any] = {"config": {}, name: value}
+        refused_on_all(Net(), tmp_path / "a", tz.BadInput, f"{name} (is|cannot be)", **options)
     (tmp_path / "b").mkdir()
     refused_on_all(Net(), tmp_path / "b", tz.BadInput, "exists already", config={})
     large = copy.deepcopy(Net())
@@ -201,6 +206,19 @@ def test_what_cannot_be_written_is_refused_on_every_rank(tmp_path: Path, monkeyp
     monkeypatch.setattr(huggingface, "new_file", fails)
     refused_on_all(llama(), tmp_path / "e", tz.SaveFailed, "No space left")
     assert {each.name for each in tmp_path.iterdir()} == {"b"} and new_folder.new_file is not fails
+
+
+def test_arguments_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    given: dict[str, list[Any]] = {"max_shard_bytes": [100, 200], "config": [{"a": 1}, {"a": 2}]}
+
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), "zero3")
+        for name, values in given.items():
+            options: dict[str, Any] = {"config": {}, name: values[rank]}
+            with pytest.raises(tz.RanksApart, match=f"{name} is .* on rank 0 and .* on rank 1"):
+                tz.save_pretrained(model, tmp_path / "a", **options)
+
+    on_ranks(2, body)
 
 
 def test_what_a_killed_export_left_is_removed_by_the_next_and_a_live_one_is_not(tmp_path: Path) -> None:

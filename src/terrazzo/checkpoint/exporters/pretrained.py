@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import math
 import os
 import tempfile
@@ -20,7 +22,8 @@ from terrazzo.checkpoint.hub_names import hub_tensors
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo, TensorInfo
 from terrazzo.engine import collect_buffers, engine_of, parameter_table, persistent_buffers, whole_weights
 from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.exchange import together
+from terrazzo.exchange import require_alike, together
+from terrazzo.given_numbers import is_count
 
 __all__ = ["save_pretrained"]
 
@@ -45,10 +48,13 @@ def save_pretrained(
 
     Raises:
         BadInput: `folder` exists or has too little space, there is no config, a weight is beyond the range of `dtype`,
-            or the model is of a kind whose folder takes more than names and values.
+            the model is of a kind whose folder takes more than names and values, or an argument is none.
+        RanksApart: ranks give other arguments.
         SaveFailed: a file could not be written; nothing is left.
     """
     engine_of(model)
+    told = together(lambda: _told(folder, dtype, max_shard_bytes, config), BadInput)
+    require_alike(told)
     live = _Live(model)
 
     def plan() -> Planned:
@@ -71,6 +77,31 @@ def save_pretrained(
         live.finish()
 
     together(write, SaveFailed)
+
+
+def _told(
+    folder: str | os.PathLike[str], dtype: object, max_shard_bytes: object, config: Mapping[str, Any] | None
+) -> dict[str, str]:
+    """The arguments in words, to compare them between ranks; raises `BadInput` for what they cannot be."""
+    if not isinstance(folder, str | os.PathLike):
+        raise BadInput(f"folder is {folder!r}: give the path of a new folder.")
+    if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+        raise BadInput(f"dtype is {dtype!r}: give a floating-point dtype such as torch.bfloat16, or None.")
+    if not is_count(max_shard_bytes):
+        raise BadInput(f"max_shard_bytes is {max_shard_bytes!r}: give a number of bytes, such as 5_000_000_000.")
+    if not isinstance(config, Mapping | None):
+        raise BadInput(f"config is a {type(config).__name__}: give a mapping, or None for the model's.")
+    try:
+        said = json.dumps(None if config is None else dict(config), sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"config cannot be written as config.json: {error}. Give plain values.") from None
+    short = hashlib.sha256(said.encode()).hexdigest()[:8]
+    return {
+        "folder": f"'{os.fspath(folder)}'",
+        "dtype": str(dtype),
+        "max_shard_bytes": str(max_shard_bytes),
+        "config": "None" if config is None else f"one of {len(said)} characters ({short})",
+    }
 
 
 class _Live(Source):

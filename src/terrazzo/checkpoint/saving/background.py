@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import platform
 import sys
@@ -26,7 +27,8 @@ from terrazzo.checkpoint.saving.writer_process import BRIEF_S, StandStill, Write
 from terrazzo.checkpoint.storage.store import CheckpointDraft, not_saved
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Misuse, SaveFailed
-from terrazzo.exchange import broadcast_json, gather_json, on_first, timeout_s, together
+from terrazzo.exchange import broadcast_json, gather_json, on_first, require_alike, timeout_s, together
+from terrazzo.given_numbers import is_count, is_number
 from terrazzo.processes.ending import leaves_to_parent, require_own
 
 __all__ = ["Saver"]
@@ -53,6 +55,9 @@ class Saver:
         run: what tells this run from others that save in the same place.
         staging_limit_bytes: largest size of the copy of this rank's state; a larger one is refused with `BadInput`.
         patience_s: the same on all ranks; default: the timeout of the default process group.
+
+    Raises:
+        BadInput: a number that is none, or too small.
     """
 
     def __init__(
@@ -65,7 +70,8 @@ class Saver:
         patience_s: float | None = None,
     ) -> None:
         self._model, self._optimizer, self._run, self._limit = model, optimizer, run, staging_limit_bytes
-        self._patience_s = timeout_s() if patience_s is None else patience_s
+        _check_numbers(staging_limit_bytes, patience_s)
+        self._patience_s = timeout_s() if patience_s is None else float(patience_s)
         self._staging = Staging(engine_of(model).axes.device)
         self._writer = WriterProcess(self._staging.descriptor, self._patience_s)
         self._stuck: list[WriterProcess | threading.Thread] = []
@@ -94,6 +100,7 @@ class Saver:
         if self._ended:
             raise Misuse("This Saver has been closed: make another one.")
         self.wait()
+        require_alike({"patience_s": f"{self._patience_s:g}"})
         together(self._check_answers, SaveFailed)
         snapshot = take(path, self._model, self._optimizer, extra, self._run)
         together(lambda: self._prepare(snapshot), SaveFailed)
@@ -244,3 +251,13 @@ class Saver:
         if self._under_way is not None:
             (_, draft), self._under_way = self._under_way, None
             self._briefly(draft.close)
+
+
+def _check_numbers(staging_limit_bytes: object, patience_s: object) -> None:
+    if not (staging_limit_bytes is None or is_count(staging_limit_bytes, least=0)):
+        raise BadInput(f"staging_limit_bytes is {staging_limit_bytes!r}: give a number of bytes, or None for no limit.")
+    if not (patience_s is None or (is_number(patience_s) and 0 < patience_s < math.inf)):
+        raise BadInput(
+            f"patience_s is {patience_s!r}: give a number of seconds above 0, or None for the timeout of the process"
+            " group."
+        )
