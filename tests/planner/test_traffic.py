@@ -261,6 +261,11 @@ def test_pipeline_boundaries() -> None:
     assert of(four, "pipeline") == 8 * 2 * 2 * each
 
 
+def test_a_rank_in_the_middle_sends_both_ways_though_the_first_has_as_many_units() -> None:
+    found = traffic_of(build_setup(Request("llama3-8b", 4, pp=4, strategy="zero1", sequence=4096, micro_batches=8)))
+    assert of(found, "pipeline") == 8 * 2 * (4096 * 4096 * 2)
+
+
 def test_expert_tokens() -> None:
     model = llama_8b()
     blocks, root = model.repeated[0], model.root

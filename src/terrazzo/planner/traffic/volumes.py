@@ -66,7 +66,8 @@ FORMULAS = {
 
 def traffic_of(setup: Setup) -> TrafficFigures:
     """Traffic of the rank that sends most, of all along pp."""
-    per_pp_rank = [_collect(setup, pp_rank) for pp_rank in sorted(set(stand_ins(setup)))]
+    middle = 1  # sends onward and back, where the first and the last send one way: none stands for it
+    per_pp_rank = [_collect(setup, pp_rank) for pp_rank in sorted(set(stand_ins(setup, middle)))]
     most = max(per_pp_rank, key=lambda sums: sum(each.sent_bytes for each in sums.values()))
     terms, by_link = [], dict.fromkeys(Link, 0.0)
     for name, (move, links) in most.items():
