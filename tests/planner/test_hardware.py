@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import csv
+import math
+import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from terrazzo.errors import BadInput
 from terrazzo.planner.machine import devices as machine
-from terrazzo.planner.machine.devices import Cluster, Device, device, device_of_row, devices, this_machine
+from terrazzo.planner.machine.devices import Cluster, Device, MeasuredHost, device, device_of_row, devices, this_machine
 from terrazzo.planner.machine.mesh import Mesh, group_of
 from terrazzo.planner.machine.network import Network
 from terrazzo.planner.machine.transfers import UnitTransfer, When
@@ -225,3 +229,38 @@ def test_ranks_of_a_full_mesh_have_the_links_between_them() -> None:
     found = {size: Network(device("mi300x")).bandwidth(group) for size, group in mesh.items()}
     assert found == pytest.approx({2: 48e9, 4: 144e9, 8: 336e9}, rel=0.01)
     assert Network(device("h100")).bandwidth(mesh[2]) == Network(device("h100")).bandwidth(mesh[8])
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 0, "8", True])
+@pytest.mark.parametrize(
+    "field",
+    ["memory_bytes", "memory_bandwidth", "scaleup_bandwidth", "internode_bandwidth", "pcie_bandwidth", "watts",
+     "capability", "flash_share", "per_node", "scaleup_domain"],
+)  # fmt: skip
+def test_a_figure_of_a_device_that_none_has_is_refused_by_name(field: str, wrong: Any) -> None:
+    with pytest.raises(BadInput, match=f"Device 'mine': {field} is {re.escape(repr(wrong))}; give a "):
+        Device("mine", **{field: wrong})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Device("mine", kind="tpu"), "kind is 'tpu'; give one of cuda, cpu"),
+        (lambda: Device("mine", peak_flops={"bf16": math.nan}), r"peak_flops\['bf16'\] is nan"),
+        (lambda: Device("mine", peak_flops={"bf61": 1e12}), "peak_flops has 'bf61'; keys are .* Did you mean 'bf16'"),
+        (lambda: Device("mine", matmul_flops={"fp8": 0}), r"matmul_flops\['fp8'\] is 0"),
+        (lambda: Device("mine", peak_flops=1e15), "peak_flops is 1000000000000000.0; give a number for each"),
+        (lambda: Device("mine", recipe_shares={"mx": -1}), r"recipe_shares\['mx'\] is -1"),
+        (lambda: Device("mine", flash_share=1.5), "flash_share is 1.5; give a finite number, above 0 and up to 1"),
+        (lambda: Device("mine", launch_s=-1), "launch_s is -1; give a finite number, 0 or more, or None if not known"),
+        (lambda: Cluster(Device("mine"), 0), "Cluster: count is 0; give a whole number, 1 or more"),
+        (lambda: Cluster(Device("mine"), price_per_hour=math.nan), "price_per_hour is nan"),
+        (lambda: Cluster(Device("mine"), host_memory_bytes=0), "host_memory_bytes is 0"),
+        (lambda: Cluster(Device("mine"), disk_bandwidth=-1), "disk_bandwidth is -1"),
+        (lambda: MeasuredHost(call_s=math.nan), "MeasuredHost: call_s is nan; give a finite number, 0 or more"),
+        (lambda: MeasuredHost(cores=0), "cores is 0; give a whole number, 1 or more, or None if not known"),
+    ],
+)
+def test_what_no_machine_has_is_refused_when_it_is_made(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        make()

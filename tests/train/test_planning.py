@@ -230,7 +230,9 @@ def test_a_run_on_cpus_is_one_on_a_host_of_gpus_too(monkeypatch: pytest.MonkeyPa
 def test_measured_mfu_is_of_the_peak_that_the_promise_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the format that the run computes in, not of bf16 whatever it does."""
     peaks = {"bf16": 8e14, "fp32": 5e13}
-    monkeypatch.setattr(log_window, "this_machine", lambda: Cluster(Device("device", 80 * GIB, peak_flops=peaks)))
+    monkeypatch.setattr(
+        log_window, "this_machine", lambda: Cluster(Device("device", memory_bytes=80 * GIB, peak_flops=peaks))
+    )
     for precision, peak in (("fp32", 5e13), ("bf16", 8e14), ("fp16", None)):
         assert log_window.peak_flops(config(precision=precision)) == peak
 

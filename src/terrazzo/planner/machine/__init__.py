@@ -3,6 +3,7 @@
 Figures are those of `gpus.csv`, with their sources; None stands for what is not known. Read the modules in this order:
 
     devices    `Device` and `Cluster`: the table, its names, and the machine that this runs on
+    architectures, checks_of_figures   what some have in common, and what figures may be
     mesh       `Mesh`: how many ranks each axis has; `RankGroup`: which of them exchange along one
     transfers  `UnitTransfer`: what is sent, for what, `When` in a step, over which ranks or `Link`
     network    `Network`: which link a group crosses, and the seconds of a collective on it

@@ -29,17 +29,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from terrazzo.engine.runtime import device as gpus
 from terrazzo.errors import BadInput
 from terrazzo.messages import ALL, nearest
+from terrazzo.planner.machine import architectures
+from terrazzo.planner.machine.architectures import ARCHITECTURES, HOPPER_RECIPES, SCALEUP_KINDS
+from terrazzo.planner.machine.checks_of_figures import check_amounts, check_counts, check_rates, check_word
 from terrazzo.processes.cpus import allowed_cpus
 from terrazzo.processes.system import control_groups, text_of
 
 __all__ = [
-    "ARCHITECTURES",
     "DRIVE_RATED_BYTES",
+    "FORMATS",
     "Cluster",
     "Device",
     "MeasuredHost",
@@ -54,15 +57,10 @@ __all__ = [
 DRIVE_RATED_BYTES = 600e12
 """Bytes that a consumer drive of 1 TB may be written in total, by its warranty."""
 
-T = TypeVar("T")
+FORMATS = ("bf16", "fp16", "fp8", "fp4", "tf32", "fp32", "fp64")
+"""Compute formats that a device may have a rate in. The table has none in fp64."""
 
-HOPPER_RECIPES: Mapping[str, float] = {"rowwise": 0.77}
-BLACKWELL_RECIPES: Mapping[str, float] = {"rowwise": 0.65, "mx": 0.90}
-CDNA_RECIPES: Mapping[str, float] = {"rowwise": 0.91}
-"""Rates of products in fp8 as shares of those with one scale for each matrix, so that steps of Llama 3 8B gain over
-bf16 what is published (pytorch/ao docs, workflows/training): on 8 H100 25.0 % with one scale for each matrix and 10.1 %
-by rows, on 8 B200 25.4, 4.0 and in blocks of 32 (`mx`) 20.0 %, on 8 MI300X 14.7 and 9.6 %. Other devices are given
-Hopper's, and CDNA4 in blocks Blackwell's."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,10 @@ class MeasuredHost:
     stage_s: float = 0.0
     cores: int | None = None
 
+    def __post_init__(self) -> None:
+        check_amounts(self, ("call_s", "hop_s", "unit_s", "stage_s"), zero=True, unknown=False)
+        check_counts(self, ("cores",), unknown=True)
+
 
 @dataclass(frozen=True)
 class Device:
@@ -88,7 +90,7 @@ class Device:
 
     Attributes:
         kind: `cuda`, `cpu`; AMD's devices are `cuda` too, as in torch.
-        peak_flops: dense peak, FLOP/s, by compute format: `bf16`, `fp16`, `fp8`, `tf32`, `fp32`.
+        peak_flops: dense peak, FLOP/s, by compute format, of `FORMATS`.
         matmul_flops: largest measured rate of a matrix product (MAMF), FLOP/s, by the same formats.
         memory_bytes: what torch reports as total, not what the vendor prints.
         memory_bandwidth: B/s.
@@ -134,6 +136,17 @@ class Device:
     source: str = ""
     notes: str = ""
 
+    def __post_init__(self) -> None:
+        check_word(self, "kind", ("cuda", "cpu"))
+        bandwidths = [f"{link}_bandwidth" for link in ("memory", "scaleup", "internode", "pcie")]
+        check_amounts(self, ("memory_bytes", *bandwidths, "watts", "capability"))
+        check_amounts(self, ("launch_s",), zero=True)
+        check_amounts(self, ("flash_share",), unknown=False, most=1)
+        check_counts(self, ("scaleup_domain", "per_node"))
+        for name in ("peak_flops", "matmul_flops"):
+            check_rates(self, name, FORMATS)
+        check_rates(self, "recipe_shares", ("rowwise", "mx"))
+
     def lacks(self, form: str) -> bool:
         """Whether it is a GPU that is known to have no matrix units for a format, such as `bf16` or `mx`."""
         if self.kind != "cuda":
@@ -169,6 +182,11 @@ class Cluster:
     host_memory_bytes: int | None = None
     disk_bytes: int | None = None
     disk_bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("count",))
+        check_amounts(self, ("price_per_hour",), zero=True)
+        check_amounts(self, ("host_memory_bytes", "disk_bytes", "disk_bandwidth"))
 
     @property
     def ranks_per_host(self) -> int:
@@ -279,7 +297,7 @@ def device_of_row(row: Mapping[str, str]) -> Device:
     """The device of a row of `gpus.csv`, by column.
 
     Raises:
-        BadInput: an architecture, or a kind of scale-up links, that is not in the tables below.
+        BadInput: an architecture, or a kind of scale-up links, that `machine.architectures` has not.
     """
     architecture = _entry(ARCHITECTURES, row, "arch", "ARCHITECTURES")
     scaleup = _entry(SCALEUP_KINDS, row, "scaleup_kind", "SCALEUP_KINDS")
@@ -321,55 +339,11 @@ def device_of_row(row: Mapping[str, str]) -> Device:
 def _entry(table: Mapping[str, T], row: Mapping[str, str], column: str, name: str) -> T:
     if row[column] not in table:
         raise BadInput(
-            f"gpus.csv: {row['name']} has {column} {row[column]!r}, and {name} in {__name__} has "
+            f"gpus.csv: {row['name']} has {column} {row[column]!r}, and {name} in {architectures.__name__} has "
             f"{', '.join(map(repr, table))}. Write one of these, or add an entry there."
         )
     return table[row[column]]
 
-
-class GpuArchitecture(NamedTuple):
-    """What devices of an architecture have in common: attributes as of `Device`."""
-
-    flash_share: float
-    wide_warps: bool
-    recipe_shares: Mapping[str, float] = HOPPER_RECIPES
-
-
-ARCHITECTURES = {
-    "Volta": GpuArchitecture(0.72, wide_warps=False),
-    "Turing": GpuArchitecture(0.72, wide_warps=False),
-    "Ampere GA100": GpuArchitecture(0.72, wide_warps=False),
-    "Ampere GA102": GpuArchitecture(0.72, wide_warps=False),
-    "Ada": GpuArchitecture(0.72, wide_warps=False),
-    "Hopper": GpuArchitecture(0.5, wide_warps=True),
-    "Blackwell": GpuArchitecture(0.28, wide_warps=True, recipe_shares=BLACKWELL_RECIPES),
-    "Blackwell Ultra": GpuArchitecture(0.28, wide_warps=True, recipe_shares=BLACKWELL_RECIPES),
-    "Blackwell GB202": GpuArchitecture(0.72, wide_warps=False, recipe_shares=BLACKWELL_RECIPES),
-    "Grace Blackwell": GpuArchitecture(0.28, wide_warps=True, recipe_shares=BLACKWELL_RECIPES),
-    "Grace Blackwell Ultra": GpuArchitecture(0.28, wide_warps=True, recipe_shares=BLACKWELL_RECIPES),
-    "CDNA2": GpuArchitecture(0.5, wide_warps=False),
-    "CDNA3": GpuArchitecture(0.5, wide_warps=False, recipe_shares=CDNA_RECIPES),
-    "CDNA4": GpuArchitecture(0.5, wide_warps=False, recipe_shares={**CDNA_RECIPES, "mx": BLACKWELL_RECIPES["mx"]}),
-}
-"""Shares are of long causal sequences at 128 channels, forward and backward: 194 of 271 TFLOP/s on A100, 338 of 681 on
-H100, whose own instructions it does not use (Dao-AILab/flash-attention assets), 390 of 1,430 on GB200
-(Azure/AI-benchmarking-guide). NVIDIA's devices without wide warps are given A100's share. Of AMD's devices no backward
-is published: they are given Hopper's."""
-
-
-class ScaleUpKind(NamedTuple):
-    """What kind of links a scale-up domain has. Attributes as of `Device`."""
-
-    full_mesh: bool
-    switch_sums: bool
-
-
-SCALEUP_KINDS = {
-    "": ScaleUpKind(full_mesh=False, switch_sums=False),
-    "full mesh": ScaleUpKind(full_mesh=True, switch_sums=False),
-    "summing switch": ScaleUpKind(full_mesh=False, switch_sums=True),
-}
-"""What is known of the links of a scale-up domain; "" stands for all others, such as a switch that does not sum."""
 
 _VISIBLE = 0.98
 """Least share of the nominal decimal GB that torch sees on the devices of the table where it is known (GDDR6, ECC)."""

@@ -49,7 +49,6 @@ MOST_TRIED = 1024
 
 
 BANDWIDTHS = ("memory_bandwidth", "scaleup_bandwidth", "internode_bandwidth", "pcie_bandwidth")
-FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 
 def build_setup(request: Request) -> Setup:
@@ -188,7 +187,7 @@ def _device(request: Request) -> Device:
     if request.reserve_bytes is not None:
         device = replace(device, memory_bytes=_without_reserve(device, request.reserve_bytes))
     if request.peak_flops is not None:  # and no measured rate of the device that the table has
-        device = replace(device, peak_flops=dict.fromkeys(FORMATS, request.peak_flops), matmul_flops={})
+        device = replace(device, peak_flops=dict.fromkeys(hardware.FORMATS, request.peak_flops), matmul_flops={})
     if request.per_node is not None:
         device = device.in_hosts_of(request.per_node)
     names = (*BANDWIDTHS, "watts", "launch_s")

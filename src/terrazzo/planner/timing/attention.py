@@ -9,7 +9,7 @@ import math
 
 from terrazzo.parallel import TILE_ROWS, WINDOW_ROWS
 from terrazzo.planner.figures import Formula
-from terrazzo.planner.machine.devices import ARCHITECTURES
+from terrazzo.planner.machine.architectures import ARCHITECTURES
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.products import product
