@@ -263,7 +263,7 @@ def _sparse_layers(fields: Fields, sizes: Sizes) -> list[bool]:
         return [False] * layers
     dense = (fields.integer("dense_layers") or 0) if "dense_layers" in defaults else 0
     step = fields.required("sparse_step") if "sparse_step" in defaults else 1
-    dense_only = set(fields.indices("mlp_only_layers")) if "sparse_step" in defaults else set()
+    dense_only = fields.chosen_layers("mlp_only_layers", layers) if "sparse_step" in defaults else set()
     return [layer >= dense and layer not in dense_only and (layer + 1) % step == 0 for layer in range(layers)]
 
 

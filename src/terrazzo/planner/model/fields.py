@@ -41,6 +41,9 @@ USUAL_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """The usual keys of a size."""
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""How far a layer looks back, as transformers spells it."""
+
 _SYNONYMS = frozenset({"hidden", "layers", "heads", "positions", "experts"})
 """Sizes that config classes also take under the usual key where their own differs (`attribute_map`)."""
 
@@ -139,11 +142,19 @@ class Fields:
         return value
 
     def indices(self, key: str) -> Sequence[int]:
-        """A list of layer numbers; empty where there is none."""
+        """A list of whole numbers; empty where there is none."""
         value = self.values.get(key) or []
         if not isinstance(value, list | tuple) or any(type(item) is not int for item in value):
             raise BadInput(f"{self.name}: {key} is {_short(value)}, but a list of layer numbers is expected.")
         return value
+
+    def chosen_layers(self, key: str, layers: int) -> set[int]:
+        """The layers that a list names by their numbers; none where there is no list."""
+        chosen = set(self.indices(key))
+        for layer in sorted(chosen):
+            if not 0 <= layer < layers:
+                raise BadInput(f"{self.name}: {key} has layer {layer}, and layers are 0 to {layers - 1}.")
+        return chosen
 
     def plain_gelu(self) -> bool:
         """Whether the nonlinearity is `gelu_new`, which transformers writes in plain operators."""
@@ -196,6 +207,11 @@ class Fields:
         kinds = self.values.get("layer_types")
         if kinds is not None:
             kinds = self._of_each_layer("layer_types", kinds, layers)
+            for kind in kinds:
+                if kind not in LAYER_TYPES:
+                    raise BadInput(
+                        f"{self.name}: layer_types has {_short(kind)}; entries are {' or '.join(LAYER_TYPES)}."
+                    )
             return [window if kind == "sliding_attention" else None for kind in kinds]
         first = (self.integer("window_from") or 0) if "window_from" in defaults else 0
         period = self.integer("window_period") or self.family.windowed

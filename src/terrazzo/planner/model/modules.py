@@ -142,6 +142,8 @@ class _Guide:
         kinds = values.get("layer_types")
         if kinds is not None and len(kinds) != count:  # of a model with other blocks besides
             del values["layer_types"]
+        elif kinds is not None:  # blocks are there to be looked at, so that kinds need not be those of a family
+            values["layer_types"] = ["full_attention" if kind != "sliding_attention" else kind for kind in kinds]
         if not _attribute(self.config, "window"):
             return [None] * count
         return Fields(values, _WINDOWED, type(self.config).__name__).windows(count)
