@@ -14,6 +14,7 @@ from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import plan
 from terrazzo.planner.assemble import estimate
+from terrazzo.planner.figures import TimeFigures
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of
@@ -24,7 +25,9 @@ from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.choice_names import PRECISION_KEYS, PRECISION_PRESETS, precision, strategy
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.step import time_of
 from terrazzo.planner.traffic.volumes import traffic_of
+from terrazzo.words import DTYPE_FIELDS
 
 
 def setup_of(model: Any = "llama3-8b", gpus: int | str | None = 16, **options: Any) -> Setup:
@@ -121,6 +124,8 @@ IMPOSSIBLE = [
     ({"sequence_parallel": "no"}, "sequence_parallel is 'no'; give True or False"),
     ({"accumulate_locally": 1}, "accumulate_locally is 1; give True or False"),
     ({"freeze": 5}, "freeze is 5; give a glob, or a list of globs"),
+    ({"freeze": ""}, "freeze is ''; give a glob"),
+    ({"freeze": []}, "freeze is []; give a glob"),
     ({"freeze": [5]}, "freeze is [5]; give a glob, or a list of globs"),
     ({"precision": 3}, "precision is 3; give a name"),
     ({"gpu": 7}, "gpu is 7; give a name or a Device"),
@@ -282,6 +287,29 @@ def test_a_setup_built_by_hand_is_checked_too() -> None:
         estimate(replace(setup, cluster=Cluster(setup.cluster.device, 8)))
     with pytest.raises(BadInput, match="micro_batch is 0"):
         estimate(replace(setup, micro_batch=0))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attention", "flesh"), ("loss", "half"), ("pipeline", "zigzag"), ("context", "rings"), ("balance", "left"),
+        ("checkpointing", "foo"), ("tensor_overlap", "all"), ("recipe", "column"), ("matmul", "bf61"),
+        ("optimizer_kernel", "slow"), ("empty_rows", -5), ("empty_rows", 8),
+    ],
+)  # fmt: skip
+def test_every_named_field_of_a_setup_built_by_hand_is_looked_at(field: str, value: Any) -> None:
+    setup = setup_of(gpus=8)
+    check(setup)
+    with pytest.raises(BadInput, match=rf"{field} is '?{value}"):
+        check(replace(setup, **{field: value}))
+
+
+def test_of_fp64_nothing_is_said_of_time_where_the_table_has_no_peak() -> None:
+    asked = Request(
+        "llama3-8b", 8, gpu="h100-sxm", precision=",".join(["fp32", *(f"{name}=fp64" for name in DTYPE_FIELDS)])
+    )
+    assert "no peak of H100-SXM5-80GB in fp64" in str(time_of(build_setup(asked)))
+    assert isinstance(time_of(build_setup(replace(asked, peak_flops=67e12))), TimeFigures)
 
 
 def test_sequences_that_are_not_balanced_are_cut_once_for_each_rank() -> None:

@@ -100,9 +100,9 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _is_text(value: object) -> bool:
-    """Whether it is text, or a row of texts."""
+    """Whether it is text, or a row of texts, none of them empty."""
     row = [value] if isinstance(value, str) else value
-    return isinstance(row, Sequence) and all(isinstance(each, str) for each in row)
+    return isinstance(row, Sequence) and bool(row) and all(isinstance(each, str) and each.strip() for each in row)
 
 
 def _check_name(name: str, value: object) -> None:

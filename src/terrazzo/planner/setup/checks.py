@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import Any, get_args
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.given_numbers import is_number
 from terrazzo.messages import counted
-from terrazzo.parallel import Chunks
+from terrazzo.parallel import Balance, Chunks, Mode
 from terrazzo.parallel.pipeline.schedules import rounds_of
 from terrazzo.parallel.sharing_rules import (
     computes_windows,
@@ -19,11 +21,34 @@ from terrazzo.parallel.sharing_rules import (
     splits_tokens,
     tokens_step,
 )
+from terrazzo.planner.machine.checks_of_figures import check_word
+from terrazzo.planner.machine.devices import FORMATS
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.shapes import BlockShape, ModelShape
-from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.setup.setup import (
+    AttentionKernel,
+    Fp8Recipe,
+    Loss,
+    PipelineOrder,
+    Setup,
+    TpOverlap,
+    UpdateKernel,
+)
+from terrazzo.words import CheckpointMode
 
 __all__ = ["check", "check_number"]
+
+WORDS: Mapping[str, Any] = {
+    "attention": AttentionKernel,
+    "loss": Loss,
+    "pipeline": PipelineOrder,
+    "tensor_overlap": TpOverlap,
+    "context": Mode,
+    "balance": Balance,
+    "recipe": Fp8Recipe,
+    "checkpointing": CheckpointMode,
+}
+"""Fields that are one of a few words."""
 
 LARGEST_NUMBER = 10**18
 """The largest number that can stand anywhere, far above all that there is."""
@@ -50,6 +75,7 @@ def check_number(name: str, value: float, *, whole: bool = False, least: float |
 
 def check(setup: Setup) -> None:
     """Raises: `BadInput` for a setup that cannot be, with the numbers and the edit that fixes it."""
+    _check_words(setup)
     _check_sizes(setup)
     _check_world(setup)
     _check_plan(setup)
@@ -63,6 +89,14 @@ def check(setup: Setup) -> None:
         _check_experts(setup)
 
 
+def _check_words(setup: Setup) -> None:
+    for name, words in WORDS.items():
+        check_word(setup, name, get_args(words))
+    check_word(setup, "matmul", FORMATS)
+    if setup.optimizer_kernel is not None:
+        check_word(setup, "optimizer_kernel", get_args(UpdateKernel))
+
+
 def _check_sizes(setup: Setup) -> None:
     for axis in fields(Mesh):
         check_number(axis.name, getattr(setup.mesh, axis.name), whole=True)
@@ -70,7 +104,10 @@ def _check_sizes(setup: Setup) -> None:
     check_number("gpus", setup.cluster.count, whole=True)
     for name in ("micro_batch", "micro_batches", "every", "virtual_stages"):
         check_number(name, getattr(setup, name), whole=True)
-    check_number("prefetch", setup.prefetch, whole=True, least=0)
+    for name in ("prefetch", "empty_rows"):
+        check_number(name, getattr(setup, name), whole=True, least=0)
+    if setup.empty_rows >= setup.rows:
+        raise BadInput(f"empty_rows is {setup.empty_rows}, of {counted(setup.rows, 'row')} in a step; give fewer.")
 
 
 def _check_world(setup: Setup) -> None:

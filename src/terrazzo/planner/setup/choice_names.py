@@ -95,7 +95,7 @@ _MEANINGS: Mapping[str, Mapping[str, Any]] = {
 }
 """What a key's words mean to a `Precision`, where that is not the word itself."""
 
-_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 """Formats of matrix products, by the dtype that is computed in; other dtypes multiply as fp32."""
 
 _SYNONYMS = {"fsdp": "zero3", "fsdp2": "zero3", "hsdp": "hybrid_shard"}
