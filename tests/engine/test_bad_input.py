@@ -230,9 +230,24 @@ def test_arguments_that_differ_between_ranks(what: str) -> None:
             attempt(Net(), rank)
         return str(caught.value)
 
-    for rank, text in enumerate(on_ranks(4, body)):
-        assert f"told different things about: {word}" in text
-        assert f"Rank {rank} has {word}" in text
+    texts = on_ranks(4, body)
+    assert len(set(texts)) == 1, "all ranks are told the same"
+    assert f"told different things about: {word}. {word}" in texts[0]
+    for rank in range(4):
+        assert re.search(rf"on ranks? [^;)]*\b{rank}\b", texts[0]), texts[0]
+
+
+def test_one_parameter_that_differs_is_named_with_the_ranks() -> None:
+    def body(rank: int) -> str:
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(12)))
+        model[11].bias.requires_grad_(rank != 1)
+        with pytest.raises(tz.BadInput) as caught:
+            tz.shard(model, None)
+        return str(caught.value)
+
+    for text in on_ranks(3, body):
+        assert "['11.bias'].requires_grad (True on ranks 0, 2; False on rank 1)" in text
+        assert len(text) < 300
 
 
 def of_one(model: nn.Module, rank: int) -> Any:
@@ -541,7 +556,6 @@ def test_a_denominator_in_a_tensor_is_read_when_it_is_set() -> None:
 @pytest.mark.parametrize(
     ("max_norm", "norm_type"),
     [
-        (0.0, 2.0),
         (-1.0, 2.0),
         (1.0, 0.0),
         (float("nan"), 2.0),
@@ -556,6 +570,16 @@ def test_clipping_by_what_cannot_be_a_norm(max_norm: Any, norm_type: Any) -> Non
         model, _ = tz.shard(Net(), adamw)
         with pytest.raises(tz.BadInput, match="positive"):
             tz.clip_grad_norm_(model, max_norm, norm_type)
+
+
+def test_clipping_to_nothing_is_that_of_torch() -> None:
+    def body(rank: int) -> float:
+        model, _ = tz.shard(Net(), adamw, "zero1")
+        model(torch.tensor([[1, 2, 3]])).sum().backward()
+        tz.clip_grad_norm_(model, 0.0)
+        return float(sum(each.grad.abs().sum() for each in model.parameters() if each.grad is not None))
+
+    assert on_ranks(1, body) == [0.0]
 
 
 def test_an_elementwise_optimizer_may_say_so() -> None:

@@ -217,6 +217,7 @@ def test_globs_replace_the_choice() -> None:
         (lambda model: tz.nn.float8(model, ["tensorwise"]), "Recipes are tensorwise, rowwise"),
         (lambda model: tz.nn.float8(model, skip=["layers.*"]), "layers"),
         (lambda model: tz.nn.float8(model, skip=["*"]), "no linear layer"),
+        (lambda model: tz.nn.float8(model, skip="head"), r"skip is 'head': give a list of globs, \['head'\]"),
         (lambda model: (tz.nn.float8(model), tz.nn.float8(model)), "already"),
     ],
 )

@@ -192,6 +192,10 @@ def test_a_gradient_with_a_graph_is_refused() -> None:
         ({"softcap": 0.0}, "softcap is 0.0"),
         ({"rows": 0}, "rows is 0"),
         ({"rows": 2.5}, r"rows is 2\.5"),
+        ({"targets": torch.zeros(N)}, r"targets of torch\.float32: .*int64"),
+        ({"targets": torch.zeros(N, dtype=torch.int32)}, r"targets of torch\.int32: .*int64"),
+        ({"targets": [0] * N}, "a list as targets: .*int64"),
+        ({"ignore_index": None}, "ignore_index is None; .*below 0 where"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -92,6 +92,7 @@ def linear_cross_entropy(  # structure: signature fixed by torch's cross_entropy
     """
     loss = _Loss(parts.vocabulary if parts else weight.shape[0], label_smoothing, z_loss, softcap, parts)
     loss.check()
+    _check_targets(targets, ignore_index)
     hidden, weight = _as_autocast(hidden, weight)
     _check_tensors(hidden, weight, targets, token_weights)
     if rows is not None and not is_count(rows):
@@ -241,6 +242,22 @@ def _is_within(value: object, least: float, below: float) -> bool:
 
 _TINY = math.ulp(0.0)
 """The least number above 0."""
+
+
+def _check_targets(targets: object, ignore_index: object) -> None:
+    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
+        what = (
+            f"targets of {targets.dtype}" if isinstance(targets, Tensor) else f"a {type(targets).__name__} as targets"
+        )
+        raise BadInput(
+            f"linear_cross_entropy was given {what}: it takes a tensor of tokens' numbers, int64; probabilities of "
+            "tokens need logits, and torch's cross_entropy of them."
+        )
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise BadInput(
+            f"linear_cross_entropy: ignore_index is {ignore_index!r}; it must be a whole number, below 0 where all "
+            "tokens count."
+        )
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None) -> None:

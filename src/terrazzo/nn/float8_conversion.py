@@ -120,6 +120,8 @@ def _reasons_to_keep(model: nn.Module, linears: dict[str, nn.Linear], skip: Sequ
     """Why layers are left alone, by name."""
     reasons: dict[str, str] = {}
     uncalled = dict(_uncalled(model))
+    if isinstance(skip, str):  # which is a sequence, of globs of one letter
+        raise BadInput(f"float8: skip is {skip!r}: give a list of globs, [{skip!r}].")
     for glob in skip or ():
         if not matches_one(linears, glob):
             raise BadInput(

@@ -119,7 +119,8 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequen
     recurrent layers, routers, and stacks of experts' matrices. AdamW gets vectors, weights of embeddings and what is
     tied to them, those of convolutions, what `get_output_embeddings()` gives where a module has it (as transformers'
     models do), what `adamw` names, and what no module known here multiplies with, such as a class token or a table of
-    positions that is a parameter of its own: of the last it warns.
+    positions that is a parameter of its own: of the last it warns. A head by a name that `HEADS` has not, such as
+    `decoder`, `out_proj` or the last place of an `nn.Sequential`, looks like any linear layer: name it in `adamw`.
 
     Args:
         adamw: globs over the names of parameters, a `*` for any part of one: by default of heads.

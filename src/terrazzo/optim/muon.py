@@ -175,7 +175,19 @@ def _adjusted(rate: float, how: str | None, shape: tuple[int, int]) -> float:
 
 def _groups(params: Any, algorithm: str) -> list[ParamGroup]:
     """Param groups from parameters, with names or without, or from groups of them."""
+    which = "matrices" if algorithm == "muon" else "others"
+    if isinstance(params, Tensor | dict | str):  # a tensor would be taken for its rows, a dict for its keys
+        raise BadInput(
+            f"tz.optim.Muon was given a {type(params).__name__} as {which}: give a list, of parameters or of param "
+            "groups, [...]."
+        )
     params = list(params)
-    if params and isinstance(params[0], dict):
+    are_groups = [isinstance(each, dict) for each in params]
+    if any(are_groups) and not all(are_groups):
+        raise BadInput(
+            f"tz.optim.Muon was given param groups and parameters in one list of {which}: put the parameters into a "
+            'group as well, {"params": [...]}.'
+        )
+    if any(are_groups):
         return [{**group, "algorithm": algorithm} for group in params]
     return [{"params": params, "algorithm": algorithm}]

@@ -20,6 +20,7 @@ Plans that keep weights whole have no meeting at the end of a forward, nor of a 
 What differs is named on every rank.
 
     joint_checks      checks that all ranks pass, or all raise
+    first_difference  where facts that ranks have compared first differ
     digest            a hash that ranks compare in the place of a tensor
     equal_values      tensors that differ take the first rank's values
     written_weights   what users have written into weights: compared, or taken from the first rank

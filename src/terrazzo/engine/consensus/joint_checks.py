@@ -12,13 +12,13 @@ Each rank does its part, and where one fails all raise. There are three ways, fo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from terrazzo.engine.consensus.first_difference import first_difference
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput
@@ -81,18 +81,17 @@ def check_alike(
         fix: what the message ends with.
 
     Raises:
-        BadInput: on every rank of the mesh, naming the facts that differ where they do.
+        BadInput: on every rank of the mesh, naming the facts that differ where they do, and the first such value with
+            the ranks that have it.
     """
+    along = tuple(along)
     differing = axes.differing(facts, along)
     apart = torch.tensor([len(differing)], device=HOST)
     if axes.live(axes.stage_axis):  # else all have been compared
         axes.maximum(apart, axes.whole_mesh)
     if differing:
-        mine = "; ".join(f"{key} = {json.dumps(facts[key], sort_keys=True, default=str)[:300]}" for key in differing)
-        raise BadInput(
-            f"The ranks were told different things about: {', '.join(differing)}. Rank {dist.get_rank()} has {mine}. "
-            f"{fix}"
-        )
+        where = [first_difference(axes, {key: facts[key]}, along) for key in differing[:3]]
+        raise BadInput(f"The ranks were told different things about: {', '.join(differing)}. {', '.join(where)}. {fix}")
     if apart.item():
         raise BadInput(
             f"Ranks with another stage of the model were told different things: their message says what. {fix}"

@@ -49,7 +49,7 @@ def clip_grad_norm_(
     optimizers there are; `torch.nn.utils.clip_grad_norm_` takes those of the parameters that it is given.
 
     Args:
-        max_norm: gradients are scaled by `min(1, max_norm / (norm + 1e-6))`.
+        max_norm: gradients are scaled by `min(1, max_norm / (norm + 1e-6))`; 0 makes them 0.
         norm_type: p of the p-norm; `float("inf")` for the maximum.
         error_if_nonfinite: raise `Diverged`, and scale nothing, where the norm is infinite or not a number.
 
@@ -59,10 +59,10 @@ def clip_grad_norm_(
     engine = engine_of(model)
     numbers: list[Any] = [max_norm, norm_type]
     single = [each.numel() == 1 if isinstance(each, Tensor) else is_number(each) for each in numbers]
-    if not (all(single) and all(float(each) > 0 for each in numbers)):
+    if not (all(single) and float(max_norm) >= 0 and float(norm_type) > 0):
         raise BadInput(
-            f"clip_grad_norm_ with max_norm {max_norm!r} and norm_type {norm_type!r}: both must be positive numbers; "
-            "float('inf') as norm_type takes the maximum."
+            f"clip_grad_norm_ with max_norm {max_norm!r} and norm_type {norm_type!r}: give numbers, the first 0 or "
+            "more and the second positive; float('inf') as norm_type takes the maximum."
         )
     return engine.gradients.clip(max_norm, float(norm_type), error_if_nonfinite)
 

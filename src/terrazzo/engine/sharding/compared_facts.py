@@ -68,12 +68,22 @@ def state_facts(optimizer: Optimizer) -> list[object]:
     ]
 
 
-def model_facts(specs: Sequence[UnitSpec]) -> dict[str, list[list[object]]]:
-    """Names, shapes, dtypes and groups of every unit's parameters, for `check_alike`."""
+def model_facts(specs: Sequence[UnitSpec]) -> dict[str, dict[str, object]]:
+    """Names, shapes, dtypes and groups of every unit's parameters, and their order, for `check_alike`."""
     return {
-        spec.name: [
-            [m.name, list(m.shape), str(m.parameter.dtype), m.trainable, m.group, m.family.value] for m in spec.members
-        ]
+        spec.name: {
+            **{
+                m.name: {
+                    "shape": list(m.shape),
+                    "dtype": str(m.parameter.dtype),
+                    "requires_grad": m.trainable,
+                    "group": m.group,
+                    "family": m.family.value,
+                }
+                for m in spec.members
+            },
+            "order": [m.name for m in spec.members],
+        }
         for spec in specs
     }
 
