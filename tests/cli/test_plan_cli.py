@@ -437,6 +437,14 @@ def test_what_is_emitted_is_what_was_planned(tmp_path: Path) -> None:
     assert again["traffic"]["total_gb"] == pytest.approx(planned["traffic"]["total_gb"])
 
 
+@pytest.mark.parametrize(("steps", "edit"), [(40, "60"), (100, "60 or 120")])
+def test_steps_that_do_not_end_a_round_are_refused_as_by_training(steps: int, edit: str) -> None:
+    apart = ["plan.mesh.dp_replicate=2", "plan.sync_every=10", "plan.outer.delay=1", "plan.outer.meet_every=60"]
+    words = refusal(QUICKSTART, "--gpus", "2", *apart, f"train.steps={steps}")
+    assert f"plan.outer.meet_every 60 does not divide the steps of the run, train.steps {steps}" in words
+    assert f"Set train.steps={edit}, or another" in words
+
+
 def test_emit_refuses_what_cannot_run(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     assert "does not fit" in refusal(

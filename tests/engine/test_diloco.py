@@ -723,6 +723,7 @@ def test_what_cannot_be_is_refused(case: str) -> None:
     [
         {"sync_every": 0}, {"sync_every": True}, {"lr": 0}, {"lr": "1"}, {"momentum": 1}, {"traffic": "int4"},
         {"fragments": 0}, {"fragments": 11}, {"delay": -1}, {"delay": 6, "fragments": 2}, {"mixing": 1},
+        {"mixing": 0.3}, {"mixing": 0.3, "fragments": 2, "meet_every": 20},
         {"meet_every": 20}, {"meet_every": None, "delay": 1}, {"meet_every": 10, "delay": 1},
         {"meet_every": 25, "fragments": 2}, {"delay": 10, "meet_every": 20},
     ],

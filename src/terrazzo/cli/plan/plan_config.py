@@ -20,6 +20,7 @@ from terrazzo.planner.setup.build_setup import build_cluster
 from terrazzo.planner.setup.choice_names import LINEARS
 from terrazzo.train.calibration.calibrate import calibrate
 from terrazzo.train.planning.run_estimate import estimate_run
+from terrazzo.train.settings.plan import check_rounds
 
 __all__ = ["plan_config"]
 
@@ -29,8 +30,12 @@ def plan_config(source: FromConfig, arguments: PlanArguments, machines: Request)
 
     Args:
         machines: the machines that the options describe; its other fields are ignored.
+
+    Raises:
+        BadInput: as of `estimate_run`, and for steps that do not end a round, as training does.
     """
     config = source.config
+    check_rounds(config, 0)
     notes = [_calibrated(source)] if arguments.calibrate else []
     ranks, cluster = _ranks(arguments, config), _cluster(machines)
 

@@ -105,6 +105,11 @@ class DiLoCo:
             )
         if not is_number(self.mixing) or not 0 <= self.mixing < 1:
             raise BadInput(f"diloco: mixing is {self.mixing!r}; give a number from 0 to below 1, such as 0.5.")
+        if self.mixing != DiLoCo.mixing and not self.delay:
+            raise BadInput(
+                f"diloco: mixing is {self.mixing!r}, and without a delay nothing is trained while an outer step "
+                "is under way: weights become θ. Leave mixing out, or set delay=1 or more."
+            )
         if not self.streams:
             if self.meet_every is not None:
                 raise BadInput(

@@ -64,8 +64,10 @@ def build_diloco(config: Config) -> DiLoCo | None:
     """How groups of ranks train by themselves; None if gradients are summed over all groups."""
     if config.plan.sync_every is None:
         return None
+    outer = config.plan.outer
+    idle = set() if outer.delay else {"mixing"}  # of which a note is given
     try:
-        return DiLoCo(config.plan.sync_every, **config.plan.outer.model_dump())
+        return DiLoCo(config.plan.sync_every, **outer.model_dump(exclude=idle))
     except BadInput as error:
         raise BadInput(str(error).replace("diloco", "plan.outer", 1)) from None
 
