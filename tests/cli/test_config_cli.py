@@ -423,3 +423,16 @@ def test_what_a_script_has_in_code_is_said_to_be_left(ds: Path, tmp_path: Path) 
     assert "left:" not in run("convert", ds, "--to", "fsdp2", "--world", 2, "--partial").output
     again = run("convert", tmp_path / "new.yaml", "--to", "terrazzo", "--partial", "-o", tmp_path / "again.yaml")
     assert "written:" in again.output and "left:" not in again.output
+
+
+def test_training_arguments_are_read_by_their_own_reader(tmp_path: Path) -> None:
+    """Older names and texts count, and a slip is named."""
+    arguments, inner = tmp_path / "args.yaml", tmp_path / "ds.json"
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    inner.write_text(json.dumps({"train_micro_batch_size_per_gpu": "auto", "scheduler": scheduler}))
+    arguments.write_text("max_steps: 100\nwarmup_ratio: 0.1\nper_gpu_train_batch_size: 2\nlearning_rate: 1e-4\n")
+    result = run("convert", inner, "--to", "terrazzo", "--trainer", arguments, "--world", 8, "--partial")
+    document = yaml.safe_load(result.stdout)
+    assert document["batch"]["micro_batch"] == 2 and document["schedule"]["warmup_steps"] == 10
+    arguments.write_text("max_step: 100\n")
+    assert "max_steps" in refused("check", inner, "--trainer", arguments)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from terrazzo.cli.config.options import ContextOptions
 from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.registry import dialect
 from terrazzo.documents import load
 from terrazzo.errors import BadInput
 from terrazzo.words import dtype_named
@@ -28,9 +30,18 @@ def reading_context(options: ContextOptions) -> ReadingContext:
         world=options.world,
         load_dtype=load_dtype,
         versions=_versions(options.library or []),
-        trainer=load(options.trainer).document if options.trainer else {},
+        trainer=_arguments(options.trainer) if options.trainer else {},
         **(_sizes(options.model) if options.model else {}),
     )
+
+
+def _arguments(path: Path) -> dict[str, Any]:
+    """TrainingArguments by the names that they have today, as the Trainer's own dialect reads them."""
+    document = {key: value for key, value in load(path).document.items() if key != "deepspeed"}
+    reading = dialect("trainer").read(document, ReadingContext(folder=path.parent))
+    if refused := [f"{each.key}: {each.why}" for each in reading.verdicts if each.kind == "refused"]:
+        raise BadInput(f"--trainer '{path}': {'; '.join(refused)}")
+    return {key: value for key, value in reading.values.items() if value is not None}
 
 
 def _versions(texts: list[str]) -> dict[str, str]:

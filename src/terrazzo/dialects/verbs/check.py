@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 
 from terrazzo.dialects.core.description import DTYPES, PATHS, Description
-from terrazzo.dialects.core.dialect import Finding
+from terrazzo.dialects.core.dialect import Dialect, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.mesh import TWO_AXES, data_ranks, degrees, row_fault
 from terrazzo.dialects.verbs.understand import Understood
 from terrazzo.documents.dotted_keys import keys_in
 from terrazzo.parallel.sharing_rules import shares_experts, shares_heads
 
-__all__ = ["check"]
+__all__ = ["check", "findings_of", "other_world"]
 
 _LEAST_STEP = {"bf16": "2^-8", "fp16": "2^-11"}
 """Half the distance from 1 to the next number: of less, rounding to the nearest leaves nothing."""
@@ -21,11 +21,26 @@ _LEAST_STEP = {"bf16": "2^-8", "fp16": "2^-11"}
 
 def check(understood: Understood) -> list[Finding]:
     """All findings, errors first."""
-    own = list(understood.dialect.findings(understood.reading, understood.context))
-    said = {finding.key for finding in own if finding.level == "error"}
-    everywhere = [finding for finding in _everywhere(understood) if not _is_said(finding.key, said)]
-    unique = list(dict.fromkeys([*_keys(understood), *everywhere, *own]))
+    found = findings_of(understood.dialect, understood.reading, understood.context)
+    unique = list(dict.fromkeys([*_keys(understood), *found]))
     return sorted(unique, key=lambda finding: finding.level != "error")
+
+
+def findings_of(dialect: Dialect, reading: Reading, context: ReadingContext) -> list[Finding]:
+    """What is wrong with a document beyond single keys: by the rules that hold everywhere, and its library's own."""
+    own = list(dialect.findings(reading, context))
+    said = {finding.key for finding in own if finding.level == "error"}
+    found = _everywhere(dialect, reading.description, context)
+    return [*(finding for finding in found if not _is_said(finding.key, said)), *own]
+
+
+def other_world(description: Description, context: ReadingContext) -> Iterator[Finding]:
+    """Two numbers of ranks, one of the document and one of the command line."""
+    launched, world = context.world, description.value("mesh.world")
+    if launched is not None and world is not None and world != launched:
+        yield Finding.error(
+            description["mesh.world"].key or "mesh.world", f"it says {world} ranks, and --world {launched}"
+        )
 
 
 def _is_said(key: str, said: set[str]) -> bool:
@@ -55,21 +70,18 @@ def _unresolved(description: Description, verdict: KeyVerdict) -> bool:
     return bool(paths) and all(description.value(path) is None for path in paths)
 
 
-def _everywhere(understood: Understood) -> Iterator[Finding]:
-    description = understood.description
-    yield from _world(understood)
-    yield from _model(understood)
-    yield from _batch(description, fills=understood.dialect.fills_batches)
+def _everywhere(dialect: Dialect, description: Description, context: ReadingContext) -> Iterator[Finding]:
+    yield from other_world(description, context)
+    yield from _world(description)
+    yield from _model(dialect, description, context)
+    yield from _batch(description, fills=dialect.fills_batches)
     yield from _plan(description)
     yield from _precision(description)
     yield from _loop(description)
 
 
-def _world(understood: Understood) -> Iterator[Finding]:
-    description, launched = understood.description, understood.context.world
-    world, key = description.value("mesh.world"), description["mesh.world"].key or "mesh.world"
-    if launched is not None and world is not None and world != launched:
-        yield Finding.error(key, f"it says {world} ranks, and --world {launched}")
+def _world(description: Description) -> Iterator[Finding]:
+    world = description.value("mesh.world")
     axes = degrees(description)
     known_axes = {axis: degree for axis, degree in axes.items() if description.value(f"mesh.{axis}") is not None}
     wanted = math.prod(degree or 1 for degree in known_axes.values())
@@ -77,15 +89,18 @@ def _world(understood: Understood) -> Iterator[Finding]:
     keys = ", ".join(dict.fromkeys(key for axis in axes for key in description[f"mesh.{axis}"].keys)) or "mesh.world"
     if world is None:
         return
+    experts, stages = description["mesh.ep"], description.value("mesh.pp") or 1
+    if (experts.value or 1) > 1 and world % stages == 0 and world // stages % experts.value:
+        text = f"ep {experts.value} does not divide the {world // stages} ranks that hold a layer"
+        yield Finding.error(experts.key or "mesh.ep", text)
     if None in axes.values() and world % wanted:
         yield Finding.error(keys, f"{product} = {wanted} does not divide the {world} ranks of the world")
     elif None not in axes.values() and math.prod(degree or 1 for degree in axes.values()) != world:
         yield Finding.error(keys, f"{product} = {wanted} ranks, but the world has {world}: they must be equal")
 
 
-def _model(understood: Understood) -> Iterator[Finding]:
+def _model(dialect: Dialect, description: Description, model: ReadingContext) -> Iterator[Finding]:
     """What the model's sizes rule out."""
-    description, model = understood.description, understood.context
     for axis, what, name in (
         ("tp", "heads", "attention heads"),
         ("tp", "kv_heads", "key and value heads"),
@@ -94,11 +109,11 @@ def _model(understood: Understood) -> Iterator[Finding]:
         ("ep", "experts", "experts"),
     ):
         setting, size = description[f"mesh.{axis}"], getattr(model, what)
-        degree, can_share = setting.value or 1, {**_CAN_SHARE, **understood.dialect.can_share}[what]
+        degree, can_share = setting.value or 1, {**_CAN_SHARE, **dialect.can_share}[what]
         if size is not None and degree > 1 and not (size and can_share(size, degree)):
             text = f"{axis} {degree} cannot cut the model's {size} {name}" + (" evenly" if axis != "pp" else "")
             yield Finding.error(setting.key or axis, text)
-    yield from _units(understood)
+    yield from _units(description, model)
     length = description["batch.sequence_length"]
     if model.positions is not None and (length.value or 0) > model.positions:
         text = f"sequences of {length.value:,} tokens, and the model takes {model.positions:,}"
@@ -113,9 +128,8 @@ _CAN_SHARE = {
 """Whether so many ranks can share so many of something, as most libraries have it."""
 
 
-def _units(understood: Understood) -> Iterator[Finding]:
+def _units(description: Description, model: ReadingContext) -> Iterator[Finding]:
     """Units that the model cannot be cut into."""
-    description, model = understood.description, understood.context
     classes = description["units.classes"]
     alone = [name for name in classes.value or () if name.rpartition(".")[2] in ("Embedding", "Linear")]
     if model.tied and alone:

@@ -16,6 +16,7 @@ from terrazzo.dialects.core.agreement import agree_on, extras_by_key, has_no_eff
 from terrazzo.dialects.core.description import PATHS, Description, Extra, Setting, as_text, asks_for_nothing
 from terrazzo.dialects.core.dialect import Dialect, Finding, Reading, ReadingContext, Writing
 from terrazzo.dialects.core.key_verdict import LOST, KeyVerdict, worst
+from terrazzo.dialects.verbs.check import findings_of, other_world
 from terrazzo.dialects.verbs.understand import Understood, read_document
 from terrazzo.documents.dotted_keys import flatten, keys_in
 
@@ -64,8 +65,9 @@ def convert_reading(source: Dialect, reading: Reading, target: Dialect, context:
     writing = target.written(before, context)
     read_back = read_document(target, writing.document, context)
     after = read_back.description
-    found = target.findings(read_back, context) if before.dialect != target.name else ()
-    faults = tuple(finding for finding in found if finding.level == "error")
+    found = findings_of(target, read_back, context) if before.dialect != target.name else ()
+    told = dict.fromkeys([*other_world(before, context), *found])
+    faults = tuple(finding for finding in told if finding.level == "error")
     fates = _Fates(before, read_back, writing, target, faults)
     verdicts = tuple(fates.of_key(verdict) for verdict in reading.verdicts)
     by_default = _by_default(source, reading, target) if source is not target else ()
@@ -201,8 +203,19 @@ class _Fates:
                 and open_now
                 and not asks_for_nothing(path, now.value)
                 and not has_no_effect(self.after, path)
+                and not self._is_told(path, now)
             ):
                 yield KeyVerdict(path, now.value, "defaulted", now.key, f"{self.target.title}'s default")
+
+    def _is_told(self, path: str, now: Setting[Any]) -> bool:
+        """Whether keys that the source's settings have written say it in other words, such as a warm-up's share.
+
+        A word for precision is the target's choice in what it says beside the dtypes that were asked for.
+        """
+        section = path.partition(".")[0]
+        alike = [each for where, each in self.by_path.items() if where.partition(".")[0] == section]
+        written = {key for each in alike if each.kind == "applied" for key in keys_in(each.target)}
+        return section != "precision" and bool(now.keys) and written.issuperset(now.keys)
 
 
 def _reason(verdict: KeyVerdict, several: bool) -> str:

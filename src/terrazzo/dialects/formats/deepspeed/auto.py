@@ -90,9 +90,15 @@ def _train_batch(context: ReadingContext) -> Any:
     return context.world * parts[0] * parts[1]
 
 
+def _length(context: ReadingContext) -> Any:
+    """The steps of the run; by passes over the data nobody knows them."""
+    steps = _trainer(context, "max_steps")
+    return steps if steps is not None and steps > 0 else None
+
+
 def _warmup(context: ReadingContext) -> Any:
     """TrainingArguments' warm-up: a share of the run below 1, else steps; DeepSpeed wants one at least."""
-    steps, total = _trainer(context, "warmup_steps"), _trainer(context, "max_steps")
+    steps, total = _trainer(context, "warmup_steps"), _length(context)
     if steps is None or (0 < steps < 1 and not total):
         return None
     return max(1, math.ceil(total * steps) if 0 < steps < 1 else int(steps))
@@ -120,7 +126,7 @@ _RULES: Mapping[str, _AutoRule] = {
     "scheduler.params.warmup_min_lr": _fixed(0),
     "scheduler.params.warmup_max_lr": _field("learning_rate"),
     "scheduler.params.warmup_num_steps": ("TrainingArguments' warmup_steps, 1 at least", _warmup),
-    "scheduler.params.total_num_steps": _field("max_steps"),
+    "scheduler.params.total_num_steps": ("TrainingArguments' max_steps", _length),
     "fp16.enabled": _field("fp16"),
     "bf16.enabled": _field("bf16"),
     f"{_ZERO}.reduce_bucket_size": _hidden("hidden_size²", lambda hidden: hidden * hidden),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.dialects.core.description import Setting, SettingsByPath
+from terrazzo.dialects.core.description import LOADED, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.fsdp2.keys import KEYS
@@ -71,6 +71,8 @@ def _precision(reader: Reader, context: ReadingContext) -> SettingsByPath:
         "precision.compute": compute,
         "precision.reduce": reduce,
         "precision.accumulate": Setting(reduce.value, "default"),
+        "precision.buffers": Setting(LOADED, "default"),
+        "precision.autocast": Setting(False, "default"),
     }
     return {**settings, "precision.output": words["output"]} if words["output"].value else settings
 

@@ -215,6 +215,8 @@ def _precision(draft: Draft, kind: str) -> None:
         elif path == "precision.autocast":
             how = "runs under autocast: norms, softmax and losses compute in fp32" if does.value else "has no autocast"
             draft.lossy(path, f"under {word} the forward {how}", "trainer.precision")
+        elif setting.value == LOADED and path == "precision.buffers":
+            draft.lossy(path, f"FSDPStrategy casts them to {does.value}, and here they stay as loaded")
         elif setting.value == LOADED:
             draft.lossy(
                 path, f"it depends on the dtype in which the model is loaded; {word} is written: say --load-dtype"

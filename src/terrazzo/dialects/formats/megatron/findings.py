@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
-from terrazzo.dialects.core.keys import BOOLEAN, MISSING, integer
+from terrazzo.dialects.core.keys import BOOLEAN, MISSING, integer, number
 from terrazzo.dialects.formats.megatron.keys import canonical
 
 __all__ = ["findings"]
@@ -86,7 +86,27 @@ def _run(arguments: Mapping[str, Any], on: set[str], description: Description) -
         yield Finding.error("save", "it needs --save-interval")
     if arguments.get("train-iters") and arguments.get("train-samples"):
         yield Finding.error("train-samples", "train-iters says the length as well: keep one of them")
+    yield from _schedule(arguments, description)
     if arguments.get("recompute-granularity") == "full" and not arguments.get("recompute-method"):
         yield Finding.error("recompute-granularity", "full needs --recompute-method uniform or block")
     if arguments.get("recompute-granularity") == "selective" and arguments.get("recompute-method"):
         yield Finding.error("recompute-method", "it does not go with selective: remove it")
+
+
+def _schedule(arguments: Mapping[str, Any], description: Description) -> Iterable[Finding]:
+    """One unit for the whole schedule, one word for the warm-up, and a decay that is longer."""
+    asked = {key for key in arguments if number().parse(arguments[key]) not in (MISSING, 0, None)}
+    for unit, other in (("iters", "samples"), ("samples", "iters")):
+        if f"train-{unit}" in asked:
+            for key in (f"lr-decay-{other}", f"lr-warmup-{other}"):
+                if key in asked:
+                    yield Finding.error(key, f"the run is counted in train-{unit}: say it in {unit}")
+    for unit in ("iters", "samples"):
+        if {"lr-warmup-fraction", f"lr-warmup-{unit}"} <= asked:
+            text = f"lr-warmup-{unit} says the warm-up as well: keep one of them"
+            yield Finding.error("lr-warmup-fraction", text)
+    warmup, decay = (integer(1).parse(arguments.get(key)) for key in ("lr-warmup-iters", "lr-decay-iters"))
+    decay = description.value("schedule.total_steps") if decay is MISSING else decay
+    if warmup is not MISSING and decay and warmup >= decay:
+        text = f"{warmup} steps of warm-up are not fewer than the {decay} in which the rate decays"
+        yield Finding.error("lr-warmup-iters", text)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, SettingsByPath
+from terrazzo.dialects.core.description import LOADED, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.key_verdict import Loss
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import Reader, derived, only_from_file
 from terrazzo.dialects.formats.shared.fsdp_words import offload
@@ -132,6 +133,7 @@ def _precision(reader: Reader) -> SettingsByPath:
         "precision.reduce": reader.take("training.mixed_precision_reduce"),
         "precision.moments": derived("bf16" if narrow else stored.value, stored, way, origin=way.origin),
         "precision.saved": reader.take("checkpoint.export_dtype"),
+        "precision.buffers": Setting(LOADED, "default"),
         "precision.autocast": Setting(False, "default"),
     }
 
@@ -178,7 +180,7 @@ def _optimizer(reader: Reader) -> SettingsByPath:
         others = f"the group is for the parameters of {str(groups[0]['pattern'])[:40]!r} alone, and is read as for all"
     if unknown := [str(name) for group in groups for name in group if name not in _GROUP]:
         others = "; ".join(part for part in (others, f"{unknown[0][:40]!r} is no part of a group") if part)
-    reader.keep(key, others, loss="lossy" if others else "harmless")
+    reader.keep(key, others, loss=_loss_of(groups) if others else "harmless")
     name, options = groups[-1].get("optimizer_name"), groups[-1].get("optimizer_kwargs")
     options = dict(options) if isinstance(options, Mapping) else {}
     values: dict[str, Any] = {"name": name if isinstance(name, str) else None}
@@ -198,6 +200,14 @@ def _optimizer(reader: Reader) -> SettingsByPath:
     settings = {f"optimizer.{each}": Setting(value, "file", key) for each, value in values.items()}
     settings |= {"optimizer.options": Setting(options, "file", key), "optimizer.decay": Setting("all", "derived", key)}
     return settings
+
+
+def _loss_of(groups: list[Mapping[str, Any]]) -> Loss:
+    """What is lost of groups that are not one for all: other numbers, but where they are Muon's two."""
+    pair = len(groups) == 2 and groups[0].get("optimizer_name") == "DistMuon"
+    same_name = groups[-1].get("optimizer_name") == "DistMuon"
+    whole = len(groups) == 1 and groups[0].get("pattern", ".*") == ".*"
+    return "lossy" if whole or (pair and not same_name) else "refused"
 
 
 def _of_matrices(reader: Reader, arguments: Any) -> dict[str, Any]:

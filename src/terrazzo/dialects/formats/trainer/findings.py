@@ -8,8 +8,9 @@ from typing import Any
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING, number
+from terrazzo.dialects.formats.deepspeed.auto import resolve
 from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings
-from terrazzo.dialects.formats.trainer.keys import FIELDS, MATCHED
+from terrazzo.dialects.formats.trainer.keys import MATCHED
 from terrazzo.documents.dotted_keys import flatten
 
 __all__ = ["findings"]
@@ -97,19 +98,22 @@ def _deepspeed(document: ConfigDocument, values: Mapping[str, Any], context: Rea
             return  # the verdict of the key says so
     if not isinstance(inner, Mapping) or not inner:
         return
-    within = replace(context, trainer={"output_dir": None, **document})
-    for key, field, text in _mismatches(DEEPSPEED.read(inner, within).values, flatten(inner), values):
+    told = {field: value for field, value in values.items() if value is not None}
+    within = replace(context, trainer={"output_dir": None, **told})
+    for key, field, text in _mismatches(DEEPSPEED.read(inner, within).values, flatten(inner), within):
         where, what = ("deepspeed", f"{key}: {text}") if named else (f"deepspeed.{key}", text)
         yield Finding.error(f"{where}, {field}", what)
     yield from nested_findings(DEEPSPEED, inner, within, "deepspeed", named=bool(named), leave=filled(inner))
 
 
 def _mismatches(
-    inner: Mapping[str, Any], in_file: Mapping[str, Any], values: Mapping[str, Any]
+    inner: Mapping[str, Any], in_file: Mapping[str, Any], context: ReadingContext
 ) -> Iterable[tuple[str, str, str]]:
     """Keys of the DeepSpeed document that differ from the field that transformers holds them against, and the words."""
     for key, field in MATCHED.items():
-        does, wanted = inner.get(key), values.get(field, FIELDS[field].neutral)
+        does, wanted = inner.get(key), resolve(key, context).value  # None: not known, such as a share of no known run
+        if wanted is None:
+            continue
         if in_file.get(key) not in (None, "auto") and isinstance(does, int | float) and does != wanted:
             text = f"it is {does}, but {field} is {wanted}: transformers raises. Say auto, or the same in both."
             yield key, field, text

@@ -356,6 +356,8 @@ MATCHED = {
     "optimizer.params.eps": "adam_epsilon",
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
     "fp16.enabled": "fp16",
     "bf16.enabled": "bf16",
 }

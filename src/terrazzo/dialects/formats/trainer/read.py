@@ -76,7 +76,7 @@ def _with_deepspeed(outer: Mapping[str, Setting[Any]], inner: Mapping[str, Setti
     """DeepSpeed's settings, and the Trainer's where DeepSpeed's document leaves them open."""
     settings = dict(inner)
     for path, setting in outer.items():
-        if not path.startswith(_OUTER):
+        if not path.startswith(_OUTER) or (path.startswith("schedule.") and not _steps_by(path, inner)):
             continue
         within = inner.get(path)
         if within is None or within.value is None or not within.keys or within.origin == "default":
@@ -87,10 +87,22 @@ def _with_deepspeed(outer: Mapping[str, Setting[Any]], inner: Mapping[str, Setti
     return settings
 
 
+def _steps_by(path: str, inner: Mapping[str, Setting[Any]]) -> bool:
+    """Whether the Trainer's fields say this of the schedule: all of it where DeepSpeed's document has none.
+
+    Beside one they say the length of the run, and the warm-up that "auto" leaves open.
+    """
+    if "schedule.name" not in inner:
+        return True
+    warmup = inner.get("schedule.warmup_steps")
+    is_open = warmup is not None and warmup.origin == "auto" and warmup.value is None
+    return path == "schedule.total_steps" or (is_open and path.startswith("schedule.warmup_"))
+
+
 def _with_field(reader: TrainerReader, setting: Setting[Any]) -> Setting[Any]:
     """The setting under the field as well that a key of the DeepSpeed document must agree with."""
     fields = (MATCHED.get(key.removeprefix("deepspeed."), "") for key in setting.keys if key.startswith("deepspeed."))
-    present = [field for field in fields if field in reader.flat]
+    present = [field for field in fields if field and field in reader]
     return replace(setting, key=", ".join(dict.fromkeys((*present, *setting.keys)))) if present else setting
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.keys import MISSING
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.nested import DEEPSPEED, Nested, load_named, merge, read_nested
-from terrazzo.dialects.formats.trainer.keys import ALIASES, FSDP_KEYS, GONE, KEYS, MISNAMED, RENAMED
+from terrazzo.dialects.formats.trainer.keys import ALIASES, FIELDS, FSDP_KEYS, GONE, KEYS, MISNAMED, RENAMED
 from terrazzo.documents.dotted_keys import flatten, without
 from terrazzo.messages import did_you_mean
 
@@ -67,7 +68,7 @@ class TrainerReader(Reader):
 
     def _read_deepspeed(self, document: ConfigDocument) -> None:
         value = document["deepspeed"]
-        context = replace(self.context, trainer={"output_dir": None, **dict(document), **dict(self.context.trainer)})
+        context = replace(self.context, trainer={**self._fields(), **dict(self.context.trainer)})
         if isinstance(value, Mapping) and value:
             self.nested = read_nested(DEEPSPEED, value, context, "deepspeed")
             return
@@ -81,6 +82,11 @@ class TrainerReader(Reader):
         else:
             self.nested = read_nested(DEEPSPEED, inner, context, "deepspeed", file=value)
             self.mark("deepspeed", "applied")
+
+    def _fields(self) -> dict[str, Any]:
+        """The fields that say something, by today's names: what "auto" in the DeepSpeed document stands for."""
+        rows = {name: FIELDS[name].type.parse(self.flat[key]) for name, key in self.spelling.items() if name in FIELDS}
+        return {"output_dir": None, **{name: value for name, value in rows.items() if value not in (MISSING, None)}}
 
     def says_nothing(self, key: str) -> bool:
         return super().says_nothing(key) or (self.canonical(key) == "warmup_steps" and self.flat[key] == 0)

@@ -1,0 +1,131 @@
+"""What a conversion promises: the document that it writes would run, and no other number is trained in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.verbs.check import findings_of
+from terrazzo.dialects.verbs.convert import Conversion, convert_reading
+from terrazzo.dialects.verbs.understand import read_document
+
+TITAN = {"training": {"steps": 1000, "local_batch_size": 2}}
+
+
+def converted(source: str, target: str, document: dict[str, Any], **context: Any) -> Conversion:
+    told = ReadingContext(**context)
+    reading = read_document(dialect(source), document, told)
+    return convert_reading(dialect(source), reading, dialect(target), told)
+
+
+def errors(name: str, document: dict[str, Any], **context: Any) -> dict[str, str]:
+    told = ReadingContext(**context)
+    reading = read_document(dialect(name), document, told)
+    return {each.key: each.text for each in findings_of(dialect(name), reading, told) if each.level == "error"}
+
+
+# -- the warm-up of a Trainer that carries a DeepSpeed document ----------------------------------------------------
+
+
+def carried(steps: Any, **fields: Any) -> dict[str, Any]:
+    params = {"warmup_num_steps": steps, "warmup_max_lr": "auto", "total_num_steps": "auto"}
+    inner = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "scheduler": {"type": "WarmupDecayLR", "params": params},
+    }
+    return {"max_steps": 300, "learning_rate": 1e-4, "deepspeed": inner, **fields}
+
+
+def test_deepspeeds_schedule_owns_the_warm_up() -> None:
+    description = read_document(dialect("trainer"), carried(30, warmup_steps=0.1)).description
+    assert description.value("schedule.warmup_steps") == 30
+    assert not description["schedule.warmup_fraction"].is_set
+    written = converted("trainer", "megatron", carried(30, warmup_steps=0.1), world=8).document
+    assert written["lr-warmup-iters"] == 30 and "lr-warmup-fraction" not in written
+
+
+@pytest.mark.parametrize("field", ["warmup_steps", "warmup_ratio"])
+def test_auto_takes_the_fields_share_of_the_run(field: str) -> None:
+    description = read_document(dialect("trainer"), carried("auto", **{field: 0.1})).description
+    assert description.value("schedule.warmup_steps") == 30
+
+
+def test_a_warm_up_that_differs_from_the_field_is_an_error() -> None:
+    key = "deepspeed.scheduler.params.warmup_num_steps, warmup_steps"
+    assert "transformers raises" in errors("trainer", carried(40, warmup_steps=0.1))[key]
+    assert key not in errors("trainer", carried(30, warmup_steps=0.1))
+
+
+# -- numbers that would be others ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "torchtitan"])
+def test_casts_that_only_lightning_makes_are_named(name: str) -> None:
+    policy = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    source = {"mp_policy": policy} if name == "fsdp2" else TITAN
+    conversion = converted(name, "lightning", source, world=8)
+    lost = {each.key: each.why for each in conversion.unsaid}
+    assert "autocast" in lost["precision.autocast"]
+    assert "as loaded" in lost["precision.buffers"]
+
+
+@pytest.mark.parametrize(("groups", "kind"), [(1, "renamed"), (2, "refused")])
+def test_one_rate_for_two_groups_is_refused(groups: int, kind: str) -> None:
+    every = {"pattern": ".*", "optimizer_name": "AdamW", "optimizer_kwargs": {"lr": 1e-4}}
+    other = {"pattern": "embed.*", "optimizer_name": "AdamW", "optimizer_kwargs": {"lr": 1e-2}}
+    source = {**TITAN, "optimizer": {"param_groups": [other, every][-groups:]}}
+    verdicts = {each.key: each.kind for each in converted("torchtitan", "terrazzo", source, world=8).verdicts}
+    assert verdicts["optimizer.param_groups"] == kind
+
+
+# -- documents that would not run ----------------------------------------------------------------------------------
+
+
+def test_a_mesh_that_the_ranks_cannot_have_is_no_conversion() -> None:
+    source = {**TITAN, "parallelism": {"tensor_parallel_degree": 3}}
+    assert converted("torchtitan", "megatron", source, world=8).refused
+    assert not converted("torchtitan", "megatron", TITAN, world=8).faults
+
+
+@pytest.mark.parametrize(("experts", "fits"), [(8, True), (16, False)])
+def test_experts_are_held_against_the_ranks(experts: int, fits: bool) -> None:
+    found = errors("torchtitan", {**TITAN, "parallelism": {"expert_parallel_degree": experts}}, world=8)
+    assert ("parallelism.expert_parallel_degree" not in found) == fits
+
+
+@pytest.mark.parametrize(
+    ("source", "document", "key"),
+    [
+        ("lightning", {"trainer": {"devices": 8, "num_nodes": 1, "strategy": "ddp"}}, "trainer.devices"),
+        ("accelerate", {"distributed_type": "MULTI_GPU", "num_processes": 8}, "num_processes"),
+    ],
+)
+def test_two_numbers_of_ranks_are_an_error_by_name(source: str, document: dict[str, Any], key: str) -> None:
+    faults = converted(source, "terrazzo", document, world=16).faults
+    assert any(key in fault.key and "--world 16" in fault.text for fault in faults)
+    assert not converted(source, "terrazzo", document, world=8).faults
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ({"train-iters": 100, "lr-warmup-fraction": 0.1, "lr-warmup-iters": 10}, "lr-warmup-fraction"),
+        ({"train-iters": 100, "lr-decay-samples": 800}, "lr-decay-samples"),
+        ({"train-iters": 100, "lr-warmup-samples": 80}, "lr-warmup-samples"),
+        ({"train-iters": 100, "lr-decay-iters": 50, "lr-warmup-iters": 50}, "lr-warmup-iters"),
+    ],
+)
+def test_megatrons_asserts_on_the_schedule(arguments: dict[str, Any], key: str) -> None:
+    usual = {"micro-batch-size": 1, "global-batch-size": 8, "lr": 1e-4}
+    assert key in errors("megatron", {**usual, **arguments})
+    assert key not in errors("megatron", {**usual, "train-iters": 100, "lr-warmup-iters": 10})
+
+
+def test_what_the_source_says_in_other_words_is_not_the_targets_choice() -> None:
+    source = {"train-iters": 100, "lr-warmup-fraction": 0.1, "lr": 1e-4, "micro-batch-size": 1}
+    conversion = converted("megatron", "torchtitan", source, world=8)
+    assert conversion.after.value("schedule.warmup_steps") == 10
+    assert "schedule.warmup_steps" not in {each.key for each in conversion.added}
