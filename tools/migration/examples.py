@@ -110,6 +110,7 @@ BESIDE: dict[str, dict[str, Document]] = {
         "dynamo": {**_RUN, "distributed_type": "MULTI_GPU", "dynamo_config": {"dynamo_backend": "INDUCTOR"}},
         "fp8_config": {**_RUN, "mixed_precision": "fp8", "fsdp_config": {"fsdp_version": 2}},
         "fp16": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}},
+        "parallelism_config.": {**_ACCELERATE, "num_processes": 2},  # an axis of 2 by itself
     },
     "megatron": {
         "": _MEGATRON,

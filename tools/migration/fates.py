@@ -14,18 +14,22 @@ from typing import Any
 import yaml
 
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
+from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.keys import Key
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES
 from terrazzo.dialects.formats.trainer.keys import ALIASES as FIELDS_OF_BEFORE
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.verbs.convert import convert_reading
+from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.documents.dotted_keys import flatten, split
 from tools.migration.examples import BESIDE, CONCRETE, VALUES
 
 __all__ = ["ELSEWHERE", "Fate", "fates", "in_yaml", "spellings"]
 
-WORLD = ReadingContext(world=8, folder=Path(__file__).parents[2] / "examples" / "migration")
+RANKS = 8
+WORLD = ReadingContext(world=RANKS, folder=Path(__file__).parents[2] / "examples" / "migration")
+OTHER_WORLDS = (2, 16)
+"""Numbers of ranks for keys that do not fit 8, such as an axis of 2 by itself."""
 ELSEWHERE = ("deepspeed.*", "megatron_lm_config.*")
 """Another dialect's keys, and an engine's that is refused."""
 KINDS: tuple[Any, ...] = (2, 0.5, True, False, ["Block"], "x")
@@ -109,12 +113,25 @@ def _fate(name: str, key: str) -> Fate:
     telling = next((each for each in chain([first], taken) if _tells(key, each[1], plain)), None)
     value, reading = telling or first
     shows = key in VALUES[name] or (telling is not None and not _is_one_of_any(name, key, beside, value))
-    conversion = convert_reading(dialect(name), reading, dialect("terrazzo"), WORLD)
-    verdict = next(each for each in conversion.verdicts if _is(each.key, key))
+    conversion, verdict = _converted(name, key, reading)
     flat = flatten(conversion.document) | flatten(conversion.document, ("optimizer.options",))
     target = _target(verdict.target, flat)
     why, meaning = _said(key, verdict.why), dialect(name).meaning(key)
     return Fate(key, value if shows else None, verdict.kind, target, why, meaning)
+
+
+def _converted(name: str, key: str, reading: Reading) -> tuple[Conversion, KeyVerdict]:
+    """With the first number of ranks that the key fits; with that of all others, where none does."""
+
+    def among(world: int) -> tuple[Conversion, KeyVerdict]:
+        context = replace(WORLD, world=world)
+        read = read_document(dialect(name), reading.document, context)
+        conversion = convert_reading(dialect(name), read, dialect("terrazzo"), context)
+        return conversion, next(each for each in conversion.verdicts if _is(each.key, key))
+
+    found = among(RANKS)
+    others = (among(world) for world in OTHER_WORLDS if found[1].kind == "refused")
+    return next((each for each in others if each[1].kind != "refused"), found)
 
 
 def _tells(key: str, reading: Reading, plain: list[Any]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from terrazzo.dialects.core.description import Extra, Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
+from terrazzo.dialects.formats.deepspeed.auto import resolve as resolve_auto
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT as DEEPSPEED
 from terrazzo.dialects.formats.fsdp1.dialect import DIALECT as FSDP1
 from terrazzo.dialects.formats.fsdp1.write import write as write_fsdp1
@@ -30,6 +31,7 @@ __all__ = [
     "nested_findings",
     "placed",
     "read_nested",
+    "resolve_auto",
 ]
 
 FSDP_STRATEGY = replace(FSDP1, write=partial(write_fsdp1, library="FSDPStrategy"))

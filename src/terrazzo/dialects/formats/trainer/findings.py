@@ -8,8 +8,7 @@ from typing import Any
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING, number
-from terrazzo.dialects.formats.deepspeed.auto import resolve
-from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings
+from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings, resolve_auto
 from terrazzo.dialects.formats.trainer.keys import MATCHED
 from terrazzo.documents.dotted_keys import flatten
 
@@ -111,7 +110,10 @@ def _mismatches(
 ) -> Iterable[tuple[str, str, str]]:
     """Keys of the DeepSpeed document that differ from the field that transformers holds them against, and the words."""
     for key, field in MATCHED.items():
-        does, wanted = inner.get(key), resolve(key, context).value  # None: not known, such as a share of no known run
+        does, wanted = (
+            inner.get(key),
+            resolve_auto(key, context).value,
+        )  # None: not known, such as a share of no known run
         if wanted is None:
             continue
         if in_file.get(key) not in (None, "auto") and isinstance(does, int | float) and does != wanted:
