@@ -89,7 +89,7 @@ def test_figures_are_the_catalogue_s_at_their_scale() -> None:
 def test_the_planner_is_told_of_the_same_model() -> None:
     model = shape()
     assert model.layers == DEPTH
-    assert model.blocks[0].numel == 10 * WIDTH**2 + 4 * WIDTH
+    assert model.repeated[0].numel == 10 * WIDTH**2 + 4 * WIDTH
 
 
 def test_whoever_is_named_exists() -> None:

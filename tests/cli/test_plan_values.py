@@ -87,7 +87,6 @@ def test_the_number_that_was_meant_is_written_out(arguments: list[str], edit: st
         (["--gpus", "eight"], "", "--gpus is 'eight'"),
         (["--gpus", "8..4"], "", "--gpus is '8..4'"),
         (["--attention", "flash4"], "'flash'", "--attention is 'flash4'"),
-        (["--ac", "every_33"], "", "has 32 layers"),
     ],
 )
 def test_a_wrong_value_is_answered_like_a_wrong_name(arguments: list[str], near: str, choices: str) -> None:

@@ -424,9 +424,8 @@ def test_settings_and_vectors_are_refused_by_name() -> None:
     with pytest.raises(BadInput, match=r"not accept these settings: .*beta"):
         tz.optim.Muon(*divided(Net()), adamw={"beta": 1})
     matrix = Net().blocks[0].up.weight
-    for matrices, words in ((matrix, "a Parameter as matrices: give a list"), ({"params": []}, "a dict as matrices")):
-        with pytest.raises(BadInput, match=words):
-            tz.optim.Muon(matrices)
+    with pytest.raises(BadInput, match="a Parameter as matrices: give a list"):
+        tz.optim.Muon(matrix)
     for mixed in ([{"params": []}, matrix], [matrix, {"params": []}]):
         with pytest.raises(BadInput, match="in one list of others: put the parameters into a group"):
             tz.optim.Muon([], mixed)

@@ -296,7 +296,8 @@ def test_weights_that_a_rank_has_gathered_otherwise_are_found(tmp_path: Path, mo
 
     monkeypatch.setattr(FullWeights, "install", install)
     said = on_ranks_of_a_run(3, config_of(tmp_path, 3, None, guard_={"memory_every": 1}), run)
-    assert "In step 1 rank 2 computed with other weights of the root unit than 2 other ranks" in said[0]
+    # The block's turn is step 1.
+    assert "In step 2 rank 2 computed with other weights of the root unit than 2 other ranks" in said[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

@@ -176,7 +176,7 @@ def _adjusted(rate: float, how: str | None, shape: tuple[int, int]) -> float:
 def _groups(params: Any, algorithm: str) -> list[ParamGroup]:
     """Param groups from parameters, with names or without, or from groups of them."""
     which = "matrices" if algorithm == "muon" else "others"
-    if isinstance(params, Tensor | dict | str):  # a tensor would be taken for its rows, a dict for its keys
+    if isinstance(params, Tensor):  # it would be taken for its rows
         raise BadInput(
             f"tz.optim.Muon was given a {type(params).__name__} as {which}: give a list, of parameters or of param "
             "groups, [...]."
