@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from terrazzo.dialects.core.dialect import Reading, ReadingContext
+from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.keys import Key
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES
@@ -123,14 +123,14 @@ def _fate(name: str, key: str) -> Fate:
 def _converted(name: str, key: str, reading: Reading) -> tuple[Conversion, KeyVerdict]:
     """With the first number of ranks that the key fits; with that of all others, where none does."""
 
-    def among(world: int) -> tuple[Conversion, KeyVerdict]:
-        context = replace(WORLD, world=world)
-        read = read_document(dialect(name), reading.document, context)
-        conversion = convert_reading(dialect(name), read, dialect("terrazzo"), context)
+    def among(world: int, read: Reading) -> tuple[Conversion, KeyVerdict]:
+        conversion = convert_reading(dialect(name), read, dialect("terrazzo"), replace(WORLD, world=world))
         return conversion, next(each for each in conversion.verdicts if _is(each.key, key))
 
-    found = among(RANKS)
-    others = (among(world) for world in OTHER_WORLDS if found[1].kind == "refused")
+    found = among(RANKS, reading)
+    if found[1].kind != "refused":
+        return found
+    others = (among(world, _read(name, reading.document, world)) for world in OTHER_WORLDS)
     return next((each for each in others if each[1].kind != "refused"), found)
 
 
@@ -229,8 +229,8 @@ def _is(read: str, key: str) -> bool:
     return read == concrete or (key != concrete and concrete.startswith(f"{read}.")) or read.startswith(f"{concrete}.")
 
 
-def _read(name: str, document: dict[str, Any]) -> Reading:
-    return read_document(dialect(name), document, WORLD)
+def _read(name: str, document: ConfigDocument, world: int = RANKS) -> Reading:
+    return read_document(dialect(name), document, replace(WORLD, world=world))
 
 
 def _values(reading: Reading) -> list[Any]:
