@@ -17,6 +17,7 @@ from terrazzo.engine.optim.stock.param_groups import choose_kernel
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.files import GIB
 from terrazzo.planner.api import ask
+from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.layout.stages import in_flight, units_on
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.devices import device as named
@@ -264,6 +265,32 @@ def test_activations_go_to_the_host() -> None:
     assert here.allocated_bytes - there.allocated_bytes == pytest.approx(30 * inputs, rel=1e-6)
     assert {term.name: term.value for term in there.host} == {"activations": 32 * inputs}
     assert memory_of(setup(model, device=Device("host", "cpu"), **options, offload_activations=True)).host == ()
+
+
+def test_a_host_has_its_ranks_processes_beside_their_states() -> None:
+    """States that fill a host to the byte do not fit there, and what holds all to the byte leaves nothing to others."""
+    model = llama(4, 1024, 2816, 8, 8, 32_000)
+    asked = setup(model, Plan.named("zero3@cpu"), sequence=512)
+    states = 8 * sum(term.value for term in memory_of(asked).host)
+
+    def on_a_host_of(count_bytes: float) -> MemoryFigures:
+        return memory_of(replace(asked, cluster=replace(asked.cluster, host_memory_bytes=round(count_bytes))))
+
+    full = on_a_host_of(states)
+    assert full.fits is False
+    assert [room.name for room in full.overfull] == ["host"]
+    assert full.overfull[0].expected == states + 8 * PROCESS_BYTES
+    at_most = states + 8 * PROCESS_BYTES_UPPER
+    tight, roomy = on_a_host_of(at_most), on_a_host_of(at_most / 0.97)
+    assert tight.fits
+    assert tight.fits_surely is False
+    assert roomy.fits_surely
+
+
+def test_a_process_is_counted_where_its_rank_keeps_something_on_the_host() -> None:
+    model = llama(4, 1024, 2816, 8, 8, 32_000)
+    memory = memory_of(setup(model, "zero3", sequence=512))
+    assert [room.name for room in memory.rooms] == ["device"]
 
 
 def test_on_a_cpu_what_is_on_the_host_is_in_the_same_memory() -> None:

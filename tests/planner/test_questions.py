@@ -69,7 +69,8 @@ def host(answer: Answer) -> None:
     assert {name: term(answer, name, "host") for name in by_hand} == {
         name: SEVENTY * count / 8 for name, count in by_hand.items()
     }
-    assert answer["memory"]["hosts"][0]["expected_gib"] * 2**30 == pytest.approx(16 * SEVENTY, rel=1e-3)
+    processes = 8 * 0.33  # GiB
+    assert answer["memory"]["hosts"][0]["expected_gib"] == pytest.approx(16 * SEVENTY / 2**30 + processes, rel=1e-3)
 
 
 def cost(answer: Answer) -> None:

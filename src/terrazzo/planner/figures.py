@@ -11,8 +11,8 @@ from terrazzo.planner.machine.transfers import Link, TransferPurpose
 __all__ = ["SPARE", "Formula", "MemoryFigures", "Room", "Sent", "Term", "TimeFigures", "TrafficFigures"]
 
 SPARE = 0.02
-"""Share of a device's memory that is left to other processes, a monitor's context or a display, before anything is
-sure: 1.6 GiB of 80. Nothing is left of a host and its disks, whose states are exact."""
+"""Share of the memory of a device, or of a host, that is left to other processes before anything is sure: a monitor's
+context or a display, what the system itself needs. 1.6 GiB of 80. Nothing is left of disks, whose states are exact."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Room:
     Attributes:
         expected, upper: bytes kept there. `capacity`: bytes there are, None where that is not known.
         spare: of these, bytes on which nothing that is sure counts.
-        terms: of one rank, what tensors and states take there.
+        terms: of one rank, what it takes there.
     """
 
     name: Literal["device", "host", "disk"]
@@ -70,6 +70,7 @@ class MemoryFigures:
         device_bytes: reserved, with context and communicators too, what `nvidia-smi` shows; `upper_bytes`: a bound for
             it, whatever the device has. Neither has `host`: `expected_bytes` and `most_bytes` are all that has to fit.
         host, disk: what one rank keeps there of offloaded states; `disk_writes` in each optimizer step.
+        process: what a rank itself takes of its host's memory; None on a CPU, where `device_bytes` has it.
         limiting_rank: which rank is fullest and why, in words.
         per_pp_rank: allocated bytes of each rank along pp.
         ranks_per_host: that share a host, whose memory and disks are `host_capacity_bytes` and `disk_capacity_bytes`.
@@ -87,6 +88,7 @@ class MemoryFigures:
     host: tuple[Term, ...] = ()
     disk: tuple[Term, ...] = ()
     disk_writes: tuple[Term, ...] = ()
+    process: Term | None = None
     capacity_bytes: int | None = None
     ranks_per_host: int = 1
     host_capacity_bytes: int | None = None
@@ -114,6 +116,11 @@ class MemoryFigures:
         return (*self.terms, *self.host) if self.on_host else self.terms
 
     @property
+    def host_terms(self) -> tuple[Term, ...]:
+        """What a rank takes of its host's memory, where it keeps something there: that, and its process."""
+        return (*self.host, self.process) if self.host and self.process else self.host
+
+    @property
     def near_bytes(self) -> float:
         return sum(term.value for term in self.near_terms)
 
@@ -124,13 +131,16 @@ class MemoryFigures:
         expected, upper = self.device_bytes + sum(beside), self.upper_bytes + sum(beside)
         spare = SPARE * (self.capacity_bytes or 0)
         device = Room("device", expected, upper, self.capacity_bytes, spare, self.near_terms)
-        host = self._of_a_host("host", () if self.on_host else self.host, self.host_capacity_bytes)
-        disk = self._of_a_host("disk", self.disk, self.disk_capacity_bytes)
+        host = self._of_a_host("host", () if self.on_host else self.host_terms, self.host_capacity_bytes, SPARE)
+        disk = self._of_a_host("disk", self.disk, self.disk_capacity_bytes, 0.0)
         return (device, *(room for room in (host, disk) if room.expected))
 
-    def _of_a_host(self, name: Literal["host", "disk"], terms: tuple[Term, ...], capacity: int | None) -> Room:
-        expected, upper = sum(term.value for term in terms), sum(term.upper for term in terms)
-        return Room(name, self.ranks_per_host * expected, self.ranks_per_host * upper, capacity, terms=terms)
+    def _of_a_host(
+        self, name: Literal["host", "disk"], terms: tuple[Term, ...], capacity: int | None, spare: float
+    ) -> Room:
+        ranks = self.ranks_per_host
+        expected, upper = ranks * sum(term.value for term in terms), ranks * sum(term.upper for term in terms)
+        return Room(name, expected, upper, capacity, spare * (capacity or 0), terms)
 
     @property
     def overfull(self) -> tuple[Room, ...]:

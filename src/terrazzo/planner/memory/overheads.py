@@ -14,6 +14,7 @@ __all__ = [
     "MOVING_UPPER",
     "RESTING_UPPER",
     "device_bytes",
+    "process_term",
     "reserved_bytes",
     "upper_bytes",
     "workspace_bytes",
@@ -41,7 +42,8 @@ CONTEXT_BYTES, CONTEXT_BYTES_UPPER = 0.5 * GIB, 1.8 * GIB
 
 PROCESS_BYTES, PROCESS_BYTES_UPPER = 0.33 * GIB, 0.5 * GIB
 """Bytes of a rank's own process, which takes the CPU's memory too: what is resident of Python, torch and Terrazzo after
-a first step of nothing (`train/session/warm_kernels.py`, torch 2.13), and with transformers and a model of theirs."""
+a first step of nothing (`train/session/warm_kernels.py`, torch 2.13), and with transformers and a model of theirs. Of
+a rank on a GPU, whose driver maps more, it is the least."""
 
 COMMUNICATOR_BYTES, COMMUNICATOR_BYTES_UPPER = 0.6 * GIB, 1.9 * GIB
 """Bytes that NCCL takes for each communicator: 544 MB between two A100 and 688 between more (NVIDIA/nccl#964); reported
@@ -65,6 +67,11 @@ FORMULAS = {
         "libraries, and states that are offloaded to the same memory",
         "stas00/ml-engineering; NVIDIA/nccl#964; terrazzo/train/session/warm_kernels.py",
     ),
+    "memory.process": Formula(
+        f"{PROCESS_BYTES / GIB:g} GiB, at most {PROCESS_BYTES_UPPER / GIB:g}, of the host's memory for a rank's own "
+        "process and its libraries; what its GPU's driver maps there comes on top",
+        "terrazzo/train/session/warm_kernels.py",
+    ),
     "memory.upper": Formula(
         f"upper values of states x {1 + RESTING_UPPER:g}, and of all other terms x {1 + MOVING_UPPER:g}, for what the "
         f"allocator keeps, {CONTEXT_BYTES_UPPER / GIB:g} GiB for the CUDA context, {COMMUNICATOR_BYTES_UPPER / GIB:g} "
@@ -72,11 +79,18 @@ FORMULAS = {
         f"{PROCESS_BYTES_UPPER / GIB:g} GiB for the process, states that are offloaded to the same memory, and what "
         "malloc keeps of gradients and weights that a step has freed before its fullest moment, or up to 2 GiB of all "
         "of them in the heap of a thread that does not take them then; to fit surely is to leave "
-        f"{100 * SPARE:g} % of the device's memory",
+        f"{100 * SPARE:g} % of the device's memory, and of its host's where states are kept there",
         "python -m benchmarks.allocator; terrazzo/engine/runtime/pages.py; pytorch/torchtitan#929; NVIDIA/nccl#864; "
         "stas00/ml-engineering",
     ),
 }
+
+
+def process_term(setup: Setup) -> Term | None:
+    """What a rank's own process takes of its host's memory beside the device's; None where these are one memory."""
+    if setup.model.bare or setup.cluster.device.kind == "cpu":
+        return None
+    return Term("process", PROCESS_BYTES, PROCESS_BYTES_UPPER, "memory.process")
 
 
 def workspace_bytes(setup: Setup) -> int:

@@ -14,7 +14,13 @@ from terrazzo.planner.memory.activations import BlockActivations, block_activati
 from terrazzo.planner.memory.logits import head_activations
 from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.outer_memory import outer_held_bytes, under_way_bytes
-from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
+from terrazzo.planner.memory.overheads import (
+    device_bytes,
+    process_term,
+    reserved_bytes,
+    upper_bytes,
+    workspace_bytes,
+)
 from terrazzo.planner.memory.step_settings import ACTIVATIONS, HELD_KINDS, LOGITS, Peak, StepSettings, StepUnit
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
 from terrazzo.planner.memory.unit_events import UNREDUCED, unit_events
@@ -89,6 +95,7 @@ def fullest_memory(setup: Setup, pp_rank: int, terms: tuple[Term, ...], limiting
         host=host,
         disk=disk,
         disk_writes=disk_writes(setup, pp_rank),
+        process=process_term(setup),
         capacity_bytes=setup.cluster.device.memory_bytes,
         ranks_per_host=setup.cluster.ranks_per_host,
         host_capacity_bytes=setup.cluster.host_memory_bytes,

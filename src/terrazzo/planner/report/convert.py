@@ -97,7 +97,7 @@ def _memory(memory: MemoryFigures) -> MemoryReport:
         terms={term.name: term.value / GIB for term in memory.terms},
         breakdown=_terms(memory.terms),
         per_pp_rank_gib=tuple(value / GIB for value in memory.per_pp_rank),
-        host=_terms(memory.host),
+        host=_terms(memory.host_terms),
         disk=_terms(memory.disk),
         disk_writes=_terms(memory.disk_writes),
         hosts=tuple(

@@ -41,7 +41,7 @@ def explain(report: ExplainedReport) -> list[TextBlock]:
 def _terms(estimate: Estimate) -> Iterator[tuple[str, Term]]:
     parts = {
         "memory": estimate.memory.terms,
-        "host memory": estimate.memory.host,
+        "host memory": estimate.memory.host_terms,
         "disk": estimate.memory.disk,
         "disk writes": estimate.memory.disk_writes,
         "traffic": estimate.traffic.collectives,

@@ -26,7 +26,7 @@ def memory_blocks(memory: MemoryFigures) -> list[TextBlock]:
     return [
         _memory_table(memory),
         *_fullest(memory),
-        *_elsewhere("host memory", memory.host),
+        *_elsewhere("host memory", memory.host_terms),
         *_elsewhere("disk", memory.disk),
         *_hosts(memory),
     ]

@@ -50,6 +50,7 @@ LABELS = {
     "working": "working memory of a block",
     "buffers": "copies of the model's buffers",
     "logits": "logits and loss",
+    "process": "process of the rank",
 }
 """Terms of memory, where their own name is too short for a reader."""
 
