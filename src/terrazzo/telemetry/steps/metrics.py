@@ -66,7 +66,7 @@ class StepMetrics:
 
 
 class Stopwatch:
-    """Wall-clock seconds since the last reset, in total and within `measure()`; `pause()` is not counted."""
+    """Wall-clock seconds since the last reset, in total and within `measure()`; the total leaves `pause()` out."""
 
     def __init__(self) -> None:
         self.reset()
@@ -78,9 +78,14 @@ class Stopwatch:
         self.measured_s = 0.0
 
     @property
+    def elapsed_s(self) -> float:
+        """Seconds since the reset."""
+        return time.perf_counter() - self._start
+
+    @property
     def total_s(self) -> float:
         """Seconds since the reset, without pauses."""
-        return time.perf_counter() - self._start - self._paused_s
+        return self.elapsed_s - self._paused_s
 
     @contextmanager
     def measure(self) -> Iterator[None]:

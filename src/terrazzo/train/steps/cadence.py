@@ -7,14 +7,14 @@ the background costs only its copy.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from terrazzo.config import Config
 from terrazzo.exchange import gather_json
+from terrazzo.telemetry import Stopwatch
 from terrazzo.train.session.run_progress import read_saved
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.intervals import is_due
@@ -95,8 +95,9 @@ class Cadence:
     def begin(self) -> None:
         """Start measuring, unless the interval is known."""
         self._first = self._session.step
-        self._saved: tuple[int, float] | None = None  # the first save that is measured: its step, and when it ended
-        self._apart_s = self._busy_s = self._step_s = self._cost_s = 0.0
+        self._saved_step: int | None = None  # of the first save that is measured
+        self._since_save = Stopwatch()
+        self._busy_s = self._step_s = self._cost_s = 0.0
         self.choice = self._choice_before() if self._every == "auto" else None  # what was found out, here or before
 
     def _choice_before(self) -> SaveInterval | None:
@@ -116,30 +117,24 @@ class Cadence:
             return is_due(self._plan, step, choice.every)
         return is_due(self._plan, step - self._first, FIRST)
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self) -> AbstractContextManager[None]:
         """A context for what does not count as part of a step."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._apart_s += time.perf_counter() - start
+        return self._since_save.pause()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """A context for a save; call `choose` after it. Collective."""
         measures = self._every == "auto" and self.choice is None
-        if measures and self._saved is not None:
-            step, ended = self._saved
-            self._step_s = (time.perf_counter() - ended - self._apart_s) / (self._session.step - step)
+        if measures and self._saved_step is not None:
+            self._step_s = self._since_save.total_s / (self._session.step - self._saved_step)
             self._session.checkpoints.wait()  # the one before, in the background, is not to hold this one up
-            self._busy_s = time.perf_counter() - ended if self._session.config.checkpoint.background else 0.0
-        start = time.perf_counter()
+            self._busy_s = self._since_save.elapsed_s if self._session.config.checkpoint.background else 0.0
+        save = Stopwatch()
         yield
-        now = time.perf_counter()
-        self._cost_s = now - start
-        if measures and self._saved is None:
-            self._saved, self._apart_s = (self._session.step, now), 0.0
+        self._cost_s = save.total_s
+        if measures and self._saved_step is None:
+            self._saved_step = self._session.step
+            self._since_save.reset()
 
     def choose(self) -> SaveInterval | None:
         """The interval, after the second measured save; None after any other. Collective."""
