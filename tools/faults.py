@@ -361,6 +361,6 @@ MUTATIONS = [
         "launch/rank/rank_process.py",
         "if code == PREEMPTED and self.asked:",
         "if code == PREEMPTED:",
-        "train/test_failure.py",
+        "launch/test_failure.py",
     ),
 ]

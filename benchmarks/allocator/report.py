@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 
 __all__ = ["report", "shares"]
 

@@ -9,7 +9,7 @@ from benchmarks.gpu.checks import LARGE
 from benchmarks.gpu.contenders import Workload
 from benchmarks.gpu.measure import FULL
 from terrazzo.errors import BadInput
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner import Estimate, Request, build_setup, device, estimate
 
 __all__ = ["expected"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.setup.build_setup import build_setup

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.planner.shapes import Sizes, transformer
 from terrazzo.engine import Plan, Precision
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.choice.fewest import floor_gpus
 from terrazzo.planner.layout.stages import in_flight

@@ -1,4 +1,4 @@
-"""Replacing files atomically, sizes in words, the user's cache, and file systems behind URLs.
+"""Replacing files atomically, the user's cache, and file systems behind URLs.
 
 Files that strangers may have made are read by `untrusted_files`.
 """
@@ -8,39 +8,28 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from terrazzo.errors import BadInput
 from terrazzo.messages import install
 
 __all__ = [
     "CHECKPOINTS",
-    "GIB",
     "cache_folder",
-    "gib_text",
     "is_url",
     "open_file_system",
     "replace_file",
     "replacing",
-    "say_on_stderr",
     "sync_folder",
-    "to_nowhere",
 ]
 
 CHECKPOINTS = "checkpoints"
 """The default folder of checkpoints, in the folder of a run."""
 
-GIB = 2**30
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
 """The extra of this package that a protocol needs; for other protocols fsspec says what to install."""
-
-
-def gib_text(count_bytes: float) -> str:
-    """A number of bytes in GiB, for messages."""
-    return f"{count_bytes / GIB:,.2f} GiB"
 
 
 def cache_folder(name: str) -> Path:
@@ -120,17 +109,3 @@ def _sync(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def say_on_stderr(text: str) -> None:
-    """Print on stderr. Where that cannot be written to, nothing is said, and what was decided is done all the same."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def to_nowhere(stream: IO[str]) -> None:
-    """Discard what is in the buffer of a stream and what is written to it from now on, if it has a descriptor."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)

@@ -1,4 +1,4 @@
-"""What messages are made of: counts, lists, the nearest known word; and warnings.
+"""What messages are made of: counts, sizes, lists, the nearest known word; and warnings.
 
 Errors themselves are in `errors`.
 """
@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 
 __all__ = [
     "ALL",
+    "GIB",
     "counted",
     "did_you_mean",
+    "gib_text",
     "install",
     "listed",
     "nearest",
@@ -26,9 +28,17 @@ ALL = "?"
 """Given in place of a name from a table, it is refused with a list of all names."""
 
 
+GIB = 2**30
+
+
 def counted(number: int, noun: str) -> str:
     """`"no ranks"`, `"1 rank"`, `"2 ranks"`."""
     return f"{number or 'no'} {noun}{'s' if number != 1 else ''}"
+
+
+def gib_text(count_bytes: float) -> str:
+    """A number of bytes in GiB."""
+    return f"{count_bytes / GIB:,.2f} GiB"
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -15,7 +15,7 @@ import terrazzo as tz
 from terrazzo.engine import Plan, Precision
 from terrazzo.engine.optim.stock.param_groups import choose_kernel
 from terrazzo.engine.plan.place import ON_DEVICE
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner.api import ask
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.layout.stages import in_flight, units_on

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner import Estimate, Frontier, Request, build_setup, estimate
 from terrazzo.planner.api import ask, compare
 from terrazzo.planner.report.page import page

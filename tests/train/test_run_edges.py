@@ -50,7 +50,7 @@ from terrazzo.train.steps.step import backward_on, update
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
-from tests.train.test_launch import LAUNCH
+from tests.launch.test_launch import LAUNCH
 from tests.train.test_session import ALONE, StopAfter, config_in, equal, final_state, metrics, trained
 
 # -- before anything starts ------------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ from terrazzo.dialects.verbs.precision_table import COLUMNS, Cost, costs, precis
 from terrazzo.dialects.verbs.understand import Understood, understand
 from terrazzo.documents import format_of
 from terrazzo.errors import BadInput
-from terrazzo.files import GIB
-from terrazzo.messages import counted
+from terrazzo.messages import GIB, counted
 
 __all__ = ["Dialects", "convert_config"]
 

@@ -14,8 +14,7 @@ from terrazzo.cli.shared.written_files import with_comments, write_model, write_
 from terrazzo.config import Config, config_from_dict
 from terrazzo.documents import write_json
 from terrazzo.errors import BadInput
-from terrazzo.files import GIB
-from terrazzo.messages import counted
+from terrazzo.messages import GIB, counted
 from terrazzo.planner import Estimate, Frontier, Request
 from terrazzo.planner.api import compare
 from terrazzo.planner.choice.emit import TrainFiles, train_config

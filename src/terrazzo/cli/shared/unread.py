@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 from terrazzo.exit_codes import UNREAD
-from terrazzo.files import to_nowhere
+from terrazzo.processes.standard_streams import to_nowhere
 
 __all__ = ["ending_unread"]
 

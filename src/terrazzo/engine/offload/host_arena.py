@@ -20,7 +20,7 @@ from terrazzo.engine.plan.layout import PAGE_BYTES, padded_bytes
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.files import gib_text
+from terrazzo.messages import gib_text
 from terrazzo.processes.ending import Ending
 
 __all__ = ["HostArena"]

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from terrazzo.errors import BadInput
-from terrazzo.files import say_on_stderr
 from terrazzo.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.launch.launcher.rank_slots import RankSlots
 from terrazzo.launch.launcher.run_end import RunEnd
 from terrazzo.launch.rank.restart_note import Restart
 from terrazzo.messages import counted
+from terrazzo.processes.standard_streams import say_on_stderr
 
 __all__ = ["RestartPoint", "RestartPolicy"]
 

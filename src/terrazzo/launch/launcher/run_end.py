@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from terrazzo.config import without_passwords
 from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED, meaning_of, reason_of, signal_name
-from terrazzo.files import say_on_stderr
 from terrazzo.launch.launcher.local_ranks import LocalRank
 from terrazzo.launch.launcher_pipe import Failure, Milestone, first_failure
 from terrazzo.launch.stopping.notices import Notices, say_now
 from terrazzo.messages import listed
+from terrazzo.processes.standard_streams import say_on_stderr
 from terrazzo.telemetry.log.exit_note import ExitNote
 from terrazzo.telemetry.watchdog.stall import Stall
 

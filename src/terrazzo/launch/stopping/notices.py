@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from terrazzo.files import say_on_stderr
+from terrazzo.processes.standard_streams import say_on_stderr
 from terrazzo.telemetry.log.exit_note import ExitNote
 
 __all__ = ["Notices", "say_now"]

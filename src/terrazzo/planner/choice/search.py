@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from terrazzo.errors import BadInput
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner.assemble import assemble, memory_under
 from terrazzo.planner.choice.candidates import (
     meshes,

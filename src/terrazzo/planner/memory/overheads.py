@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner.figures import SPARE, Formula, Term
 from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.setup.setup import Setup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner.report.alternatives import alternatives
 from terrazzo.planner.report.bars import Chart, chart_of
 from terrazzo.planner.report.blocks import TextBlock

@@ -8,8 +8,7 @@ from functools import cached_property
 
 from terrazzo.engine import Plan
 from terrazzo.engine.plan.place import ON_DEVICE
-from terrazzo.files import GIB
-from terrazzo.messages import counted
+from terrazzo.messages import GIB, counted
 from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.transfers import Link, When
 from terrazzo.planner.memory.states import state_terms

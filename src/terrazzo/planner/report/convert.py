@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner.figures import MemoryFigures, Term, TimeFigures, TrafficFigures
 from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.schema import (

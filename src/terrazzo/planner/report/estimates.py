@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
 from terrazzo.planner.gate.rule import PlanFinding
 from terrazzo.planner.report.blocks import TableColumn, TextBlock, TextLine, TextTable, plain

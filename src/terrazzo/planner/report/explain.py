@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from terrazzo.errors import BadInput
-from terrazzo.files import GIB
-from terrazzo.messages import did_you_mean
+from terrazzo.messages import GIB, did_you_mean
 from terrazzo.planner.figures import MemoryFigures, Term
 from terrazzo.planner.report.all_formulas import FORMULAS
 from terrazzo.planner.report.blocks import TextBlock, TextLine

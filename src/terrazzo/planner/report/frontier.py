@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from terrazzo.errors import BadInput
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.report.blocks import TableColumn, TextBlock, TextLine, TextTable, plain
 from terrazzo.planner.report.estimates import Estimate

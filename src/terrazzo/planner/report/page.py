@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from terrazzo.errors import BadInput
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.report.bars import KINDS, parts_of
 from terrazzo.planner.report.estimates import Estimate

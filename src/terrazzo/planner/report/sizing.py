@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.report.blocks import TableColumn, TextBlock, TextLine, TextTable
 from terrazzo.planner.report.frontier import NO_MESH, SHOWN_ROWS, Frontier

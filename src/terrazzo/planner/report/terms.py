@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.planner.figures import MemoryFigures, Term, TimeFigures, TrafficFigures
 from terrazzo.planner.report.blocks import TableColumn, TextBlock, TextLine, TextTable
 from terrazzo.planner.report.words import (

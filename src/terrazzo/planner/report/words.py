@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from terrazzo.files import GIB
-from terrazzo.messages import counted
+from terrazzo.messages import GIB, counted
 from terrazzo.planner.figures import MemoryFigures, Room
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.overheads import MOVING_UPPER, RESTING_UPPER

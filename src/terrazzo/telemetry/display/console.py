@@ -7,7 +7,7 @@ import textwrap
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from terrazzo.files import say_on_stderr, to_nowhere
+from terrazzo.processes.standard_streams import say_on_stderr, to_nowhere
 
 __all__ = ["RunConsole"]
 

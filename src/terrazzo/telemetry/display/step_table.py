@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from terrazzo.files import GIB
+from terrazzo.messages import GIB
 from terrazzo.telemetry.steps.metrics import StepMetrics
 
 __all__ = ["StepTable", "duration"]

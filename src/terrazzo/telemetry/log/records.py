@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from terrazzo.errors import BadInput
-from terrazzo.files import say_on_stderr
 from terrazzo.messages import counted
+from terrazzo.processes.standard_streams import say_on_stderr
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.log.step_record import RECORD_VERSION, StepRecord
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from terrazzo.files import replacing, say_on_stderr
+from terrazzo.files import replacing
+from terrazzo.processes.standard_streams import say_on_stderr
 
 __all__ = ["ENDS_OF_RUNS", "JsonLines", "Sink", "TensorBoard"]
 

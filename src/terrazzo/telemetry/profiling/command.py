@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from terrazzo.errors import BadInput
-from terrazzo.files import say_on_stderr
+from terrazzo.processes.standard_streams import say_on_stderr
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.log.sinks import JsonLines
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from terrazzo.exit_codes import FAILED, STALLED
-from terrazzo.files import say_on_stderr
+from terrazzo.processes.standard_streams import say_on_stderr
 from terrazzo.processes.system import (
     birth_of,
     is_stopped,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from terrazzo.files import say_on_stderr
+from terrazzo.processes.standard_streams import say_on_stderr
 from terrazzo.processes.system import is_traced, processor_s, state_of, waits_for_drive
 from terrazzo.telemetry.flight.ring import FlightEvent
 from terrazzo.telemetry.watchdog.rank_progress import RankProgress

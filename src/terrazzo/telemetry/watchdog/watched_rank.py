@@ -24,9 +24,9 @@ from typing import Any
 
 from terrazzo.exchange import gather_json
 from terrazzo.exit_codes import STALLED
-from terrazzo.files import say_on_stderr
 from terrazzo.hosts import open_listener, own_address
 from terrazzo.processes.ending import Ending, start_thread
+from terrazzo.processes.standard_streams import say_on_stderr
 from terrazzo.processes.system import birth_of, boot_id, memory_file
 from terrazzo.telemetry.flight.folder import FlightRecorder
 from terrazzo.telemetry.flight.recorder import RingRecorder

@@ -19,8 +19,8 @@ from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, FolderLost, Misuse
 from terrazzo.exchange import broadcast_json, on_first, together
-from terrazzo.files import GIB
 from terrazzo.launch.rank.process_group import Ranks
+from terrazzo.messages import GIB
 from terrazzo.train.checkpoints.local_checkpoints import LocalCheckpoints
 from terrazzo.train.checkpoints.resume import saying_what_differs
 

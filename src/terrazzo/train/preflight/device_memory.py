@@ -14,8 +14,8 @@ from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.config import Config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
-from terrazzo.files import gib_text
 from terrazzo.launch.machine import ranks_here, resolve_device
+from terrazzo.messages import gib_text
 from terrazzo.planner import MemoryFigures, Setup, findings
 from terrazzo.planner.figures import Term
 from terrazzo.planner.memory.peak import memory_of

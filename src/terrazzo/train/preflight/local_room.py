@@ -9,8 +9,8 @@ from terrazzo.config import Config
 from terrazzo.engine import Plan
 from terrazzo.engine.offload.nvme.swap_folder import free_bytes, is_memory
 from terrazzo.errors import BadInput
-from terrazzo.files import gib_text
 from terrazzo.launch.machine import ranks_here
+from terrazzo.messages import gib_text
 from terrazzo.planner import Setup
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.train.checkpoints.local_folder import ONE_HOST, host_folder, local_folder

@@ -10,8 +10,8 @@ from pathlib import Path
 from terrazzo.config import Config
 from terrazzo.engine.offload.nvme.swap_file import left_behind_bytes
 from terrazzo.engine.offload.nvme.swap_folder import free_bytes, inspect_folder, is_memory
-from terrazzo.files import gib_text
 from terrazzo.launch.machine import ranks_here, resolve_device
+from terrazzo.messages import gib_text
 from terrazzo.planner import MemoryFigures
 from terrazzo.planner.figures import Term
 from terrazzo.planner.machine.devices import DRIVE_RATED_BYTES

@@ -15,7 +15,7 @@ from pathlib import Path
 from terrazzo.engine.offload.nvme.swap_folder import free_bytes, is_network, require_folder
 from terrazzo.engine.plan.layout import PAGE_BYTES
 from terrazzo.errors import BadInput, SwapFailed, TerrazzoError
-from terrazzo.files import gib_text
+from terrazzo.messages import gib_text
 
 __all__ = ["SwapFile", "left_behind_bytes", "lost", "sweep"]
 

@@ -27,7 +27,7 @@ from terrazzo.launch.launcher.run_end import RanksAtEnd, report_end
 from terrazzo.launch.launcher_pipe import REPORT, Failure, Milestone
 from terrazzo.launch.script import start_script as launching
 from tests.helpers import programs
-from tests.train.test_launch import Ended, S
+from tests.launch.test_launch import Ended, S
 
 STARTED = [
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
