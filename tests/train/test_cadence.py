@@ -6,13 +6,13 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
+from terrazzo.telemetry import Stopwatch
 from terrazzo.train.steps import cadence
 from terrazzo.train.steps.cadence import SaveInterval, optimal_interval_s
 from tests.helpers.cover import mostly_long
@@ -91,7 +91,7 @@ def steps_saved(folder: Path) -> list[int]:
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second goes by whenever somebody looks: between saves, and while there is one."""
     seconds: Iterator[int] = iter(range(10**6))
-    monkeypatch.setattr(cadence, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    monkeypatch.setattr(cadence, "Stopwatch", lambda: Stopwatch(lambda: float(next(seconds))))
 
 
 @pytest.mark.parametrize("background", mostly_long([False, True], True))

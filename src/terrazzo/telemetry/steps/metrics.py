@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -68,19 +68,20 @@ class StepMetrics:
 class Stopwatch:
     """Wall-clock seconds since the last reset, in total and within `measure()`; the total leaves `pause()` out."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.reset()
 
     def reset(self) -> None:
         """Start again from zero."""
-        self._start = time.perf_counter()
+        self._start = self._clock()
         self._paused_s = 0.0
         self.measured_s = 0.0
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the reset."""
-        return time.perf_counter() - self._start
+        return self._clock() - self._start
 
     @property
     def total_s(self) -> float:
@@ -90,17 +91,17 @@ class Stopwatch:
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Count the seconds inside as measured."""
-        start = time.perf_counter()
+        start = self._clock()
         try:
             yield
         finally:
-            self.measured_s += time.perf_counter() - start
+            self.measured_s += self._clock() - start
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Leave the seconds inside out of the total: evaluation, samples, checkpoints."""
-        start = time.perf_counter()
+        start = self._clock()
         try:
             yield
         finally:
-            self._paused_s += time.perf_counter() - start
+            self._paused_s += self._clock() - start
