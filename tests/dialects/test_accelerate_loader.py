@@ -224,11 +224,12 @@ def test_shards_are_reported_by_any_word_for_them(word: Any) -> None:
 
 
 def test_a_deepspeed_file_that_deepspeed_refuses_is_an_error(tmp_path: Path) -> None:
-    inner = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
+    inner = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 1}}
+    switches = {"bf16": {"enabled": True, "check_grad_overflow": True}, "fp16": {"enabled": True}}
     document = {**BASE, "distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
     del document["mixed_precision"]
     context = ReadingContext(folder=tmp_path)
     for halves, errors in ((("bf16",), 0), (("bf16", "fp16"), 1)):
-        (tmp_path / "ds.json").write_text(json.dumps(inner | {half: {"enabled": True} for half in halves}))
+        (tmp_path / "ds.json").write_text(json.dumps(inner | {half: switches[half] for half in halves}))
         found = list(DIALECT.findings(DIALECT.read(document, context), context))
         assert [finding.level for finding in found] == ["error"] * errors  # "auto" is filled in

@@ -120,6 +120,22 @@ def test_every_key_gets_its_verdict() -> None:
     assert conversion.document["optimizer"] == {"lr": 0.1}
 
 
+def test_what_check_says_of_the_source_is_said() -> None:
+    document = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    source, context = dialect("deepspeed"), ReadingContext(world=2)
+    for name in ("terrazzo", "deepspeed", "fsdp2"):
+        said = converted(document, source, dialect(name), context).findings
+        assert {each.key for each in said} == {"gradient_clipping", "bf16.check_grad_overflow"}
+        assert set(said) <= set(
+            check(
+                Understood(
+                    Loaded(Path("ds.json"), document, "", "json"), source, source.read(document, context), context
+                )
+            )
+        )
+    assert not converted({"train": {"steps": 8}}, OURS, source, context).findings
+
+
 def test_an_alias_is_renamed_and_says_why() -> None:
     (verdict,) = converted({"old_lr": 0.1}, TOY, OURS).verdicts
     assert (verdict.kind, verdict.target, verdict.why) == ("renamed", "optimizer.lr", "it is called lr now")

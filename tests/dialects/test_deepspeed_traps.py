@@ -52,6 +52,25 @@ def test_defaults_moved(version: str, clip: float | None, pinned: bool) -> None:
     assert ("gradient_clipping" in findings(document, context)) is (clip is not None)
 
 
+@pytest.mark.parametrize(
+    ("version", "moved"),
+    [
+        ("0.17.5", set()),
+        ("0.17.6", {"data_types.grad_accum_dtype"}),
+        ("0.19.3", {"data_types.grad_accum_dtype", "gradient_clipping", "bf16.check_grad_overflow"}),
+    ],
+)
+def test_a_default_that_has_moved_is_said_where_numbers_depend_on_it(version: str, moved: set[str]) -> None:
+    context = ReadingContext(versions={"deepspeed": version})
+    bf16 = SIZE | {"bf16": {"enabled": True}}
+    assert set(findings(bf16, context)) == moved
+    assert set(findings(bf16 | {"zero_optimization": {"stage": 1}}, context)) == moved - {"data_types.grad_accum_dtype"}
+    assert set(findings(SIZE | {"fp16": {"enabled": True}}, context)) == moved & {"gradient_clipping"}
+    told = {"bf16": {"enabled": True, "check_grad_overflow": False}, "data_types": {"grad_accum_dtype": "bf16"}}
+    if moved:
+        assert not findings(SIZE | told | {"gradient_clipping": 0.0}, context)
+
+
 @pytest.mark.parametrize(("version", "refused"), [("0.17.5", "bf16"), ("0.17.6", "fp32")])
 def test_bf16_without_zero_was_summed_in_fp32_alone(version: str, refused: str) -> None:
     """`get_data_types` and the checks beside it, before and after DeepSpeed's #7515."""

@@ -231,10 +231,12 @@ def test_a_deepspeed_configuration_is_looked_at_as_lightning_hands_it_on(tmp_pat
     document = {"strategy": strategy("DeepSpeedStrategy", config=config), "precision": "bf16-mixed"}  # adds bf16
     found = findings_by_key("lightning", document)
     assert found["strategy.init_args.config.fp16.enabled"].level == "error"
-    assert set(found) == {"strategy.init_args.config.fp16.enabled"}  # Lightning says batch and clipping itself
+    where = "strategy.init_args.config"  # Lightning says batch and clipping itself
+    assert set(found) == {f"{where}.fp16.enabled", f"{where}.bf16.check_grad_overflow"}
     document["strategy"] = strategy("DeepSpeedStrategy", config="ds.json")
-    named = findings_by_key("lightning", document, folder=tmp_path)
-    assert named["strategy.init_args.config"].text.startswith("fp16.enabled: ")
+    named = converted("lightning", "terrazzo", document, folder=tmp_path).findings
+    assert {each.key for each in named} == {where}
+    assert [each.text.partition(":")[0] for each in named] == ["fp16.enabled", "bf16.check_grad_overflow"]
 
 
 def test_a_class_of_ones_own_is_not_the_one_that_it_is_named_as() -> None:

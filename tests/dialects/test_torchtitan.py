@@ -225,6 +225,9 @@ def test_what_the_loss_is_the_mean_over(version: str, mean: str) -> None:
     document = {"training": {"steps": 5}}
     assert described("torchtitan", document, versions={"torchtitan": version}).value("training.loss_mean") == mean
     assert described("torchtitan", EARLIER).value("training.loss_mean") is None
+    (open_mean,) = [each for each in converted("torchtitan", "terrazzo", EARLIER).findings if each.key == "training"]
+    assert "--library torchtitan=" in open_mean.text
+    assert "training" not in findings_by_key("torchtitan", EARLIER, versions={"torchtitan": "0.2.1"})
 
 
 def test_a_degree_that_is_written_as_text_is_that_degree() -> None:

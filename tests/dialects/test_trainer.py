@@ -304,6 +304,24 @@ def test_files_that_are_named_are_read(tmp_path: Path) -> None:
     assert missing.kind == "refused"
 
 
+@pytest.mark.parametrize(
+    ("beside", "version", "mean", "warned"),
+    [
+        ({"warmup_ratio": 0.1}, "", "tokens", True),
+        ({"warmup_ratio": 0.1}, "4.53", "rank_tokens", False),
+        ({"warmup_ratio": 0.1, "average_tokens_across_devices": False}, "", "rank_tokens", False),
+        ({"warmup_steps": 10}, "", "tokens", False),
+        ({"warmup_steps": 10}, "4.53.1", "rank_tokens", False),
+    ],
+)
+def test_tokens_of_all_ranks_are_averaged_since_transformers_4_54(
+    beside: dict[str, Any], version: str, mean: str, warned: bool
+) -> None:
+    document, context = {"output_dir": "x", **beside}, {"versions": {"transformers": version} if version else {}}
+    assert described("trainer", document, **context).value("training.loss_mean") == mean
+    assert ("average_tokens_across_devices" in findings_by_key("trainer", document, **context)) is warned
+
+
 @pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3@nvme"])
 def test_what_fsdp_lacks_is_deepspeeds(plan: str) -> None:
     offload = {"offload": {"path": "/tmp/swap"}} if "nvme" in plan else {}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from terrazzo.cli.config.context import reading_context
 from terrazzo.cli.config.options import ContextOptions
-from terrazzo.cli.config.text import STYLES, say_report
+from terrazzo.cli.config.text import say_findings, say_report
 from terrazzo.cli.shared.terminal import say
 from terrazzo.config import config_from_dict
 from terrazzo.dialects.core.dialect import Finding
@@ -30,7 +30,7 @@ def check_config(
     if as_json:
         say_report({"file": str(file), "dialect": understood.dialect.name, "findings": findings})
     else:
-        _say_findings(str(file), understood.dialect.title, findings)
+        _say_all(str(file), understood.dialect.title, findings)
     return 1 if any(finding.level == "error" for finding in findings) else 0
 
 
@@ -57,10 +57,9 @@ def _told_by_training(understood: Understood, found: Sequence[Finding]) -> Itera
         yield Finding.warning("batch.global_batch", note.removeprefix("batch: "))
 
 
-def _say_findings(file: str, title: str, findings: Sequence[Finding]) -> None:
+def _say_all(file: str, title: str, findings: Sequence[Finding]) -> None:
     """One line per finding, and a count."""
     say(f"{file}: {title}", "bold")
-    for finding in findings:
-        say(f"{finding.level}: {finding.key + ': ' if finding.key else ''}{finding.text}", STYLES[finding.level])
+    say_findings(findings)
     counts = [sum(finding.level == level for finding in findings) for level in ("error", "warning")]
     say(f"{counted(counts[0], 'error')}, {counted(counts[1], 'warning')}")

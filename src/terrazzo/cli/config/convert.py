@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from terrazzo.cli.config.context import reading_context
 from terrazzo.cli.config.options import ContextOptions
-from terrazzo.cli.config.text import cell_text, columns_text, say_report, say_verdicts
+from terrazzo.cli.config.text import cell_text, columns_text, say_findings, say_report, say_verdicts
 from terrazzo.cli.shared.terminal import say
 from terrazzo.cli.shared.written_files import check_file, write_output
 from terrazzo.dialects.core.dialect import ReadingContext
@@ -89,6 +89,9 @@ def _say_conversion(file: str, conversion: Conversion, context: ReadingContext, 
     say(f"{file}: {source} -> {target}", "bold", stderr=stderr)
     say_verdicts(conversion.verdicts, stderr=stderr)
     say(_counts(conversion.verdicts), stderr=stderr)
+    if conversion.findings:
+        say("\nwhat `terrazzo config check` says of the file:", stderr=stderr)
+        say_findings(conversion.findings, stderr=stderr)
     if conversion.unsaid:
         say(f"\nnot set in the file: what {source} does by default, and {target} cannot say:", stderr=stderr)
         say_verdicts(conversion.unsaid, stderr=stderr)
@@ -178,6 +181,7 @@ def _as_json(file: str, conversion: Conversion, context: ReadingContext, written
         "unsaid": conversion.unsaid,
         "added": conversion.added,
         "faults": conversion.faults,
+        "findings": conversion.findings,
         "precision": {side: precisions(description) for side, description in sides.items()},
         "memory": {side: costs(description, ranks) for side, description in sides.items()},
         "parameters": context.parameters,

@@ -8,18 +8,26 @@ from typing import Any
 from terrazzo.cli.shared import terminal
 from terrazzo.cli.shared.terminal import say, say_json
 from terrazzo.dialects.core.description import as_text
+from terrazzo.dialects.core.dialect import Finding
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.verbs.emit import plain
 from terrazzo.messages import printable
 
-__all__ = ["STYLES", "cell_text", "columns_text", "say_report", "say_verdicts"]
+__all__ = ["cell_text", "columns_text", "say_findings", "say_report", "say_verdicts"]
 
-STYLES = {"refused": "red", "lossy": "yellow", "error": "red", "warning": "yellow", "defaulted": "cyan"}
+_STYLES = {"refused": "red", "lossy": "yellow", "error": "red", "warning": "yellow", "defaulted": "cyan"}
 
 
 def say_report(value: Any) -> None:
     """Print a report as JSON."""
     say_json(plain(value))
+
+
+def say_findings(findings: Sequence[Finding], *, stderr: bool = False) -> None:
+    """Print a line for each finding."""
+    for finding in findings:
+        where = f"{finding.key}: " if finding.key else ""
+        say(f"{finding.level}: {where}{finding.text}", _STYLES[finding.level], stderr=stderr)
 
 
 def say_verdicts(verdicts: Sequence[KeyVerdict], *, stderr: bool = False) -> None:
@@ -28,7 +36,7 @@ def say_verdicts(verdicts: Sequence[KeyVerdict], *, stderr: bool = False) -> Non
     if not rows:
         return
     for verdict, line in zip(verdicts, columns_text(rows).splitlines(), strict=True):
-        style = STYLES.get(verdict.kind, "")
+        style = _STYLES.get(verdict.kind, "")
         say(line, style, stderr=stderr)
         if verdict.why and not verdict.tuning:
             say(f"{' ' * 11}{verdict.why}", style, stderr=stderr)

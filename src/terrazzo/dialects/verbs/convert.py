@@ -37,6 +37,7 @@ class Conversion:
         before: what the source means.
         after: what the target's document means, read back.
         faults: errors of the target's document: it would not run, or do something else.
+        findings: what `check` finds of the source's document beyond single keys, such as a default that has moved.
     """
 
     source: Dialect
@@ -48,6 +49,7 @@ class Conversion:
     before: Description
     after: Description
     faults: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     @property
     def refused(self) -> tuple[KeyVerdict, ...]:
@@ -72,7 +74,9 @@ def convert_reading(source: Dialect, reading: Reading, target: Dialect, context:
     verdicts = tuple(fates.of_key(verdict) for verdict in reading.verdicts)
     by_default = _by_default(source, reading, target) if source is not target else ()
     unsaid, added = (*fates.unsaid(), *by_default), tuple(fates.added())
-    return Conversion(source, target, writing.document, verdicts, unsaid, added, before, after, faults)
+    said = {fault.text for fault in faults}
+    of_source = tuple(each for each in findings_of(source, reading, context) if each.text not in said)
+    return Conversion(source, target, writing.document, verdicts, unsaid, added, before, after, faults, of_source)
 
 
 def _by_default(source: Dialect, reading: Reading, target: Dialect) -> Iterable[KeyVerdict]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING, choice, integer, number
 from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import DTYPE_WORDS, OLD_OFFLOAD, SCHEDULER_PARAMS
-from terrazzo.dialects.formats.deepspeed.versions import FIRST, REMOVED, in_words, sums_in_fp32
+from terrazzo.dialects.formats.deepspeed.versions import FIRST, FP32_SUMS, MOVED, REMOVED, in_words, sums_in_fp32
 from terrazzo.messages import listed
 
 __all__ = ["findings"]
@@ -33,6 +34,7 @@ def findings(reading: Reading, context: ReadingContext) -> Iterator[Finding]:
     yield from _precision(reader, stage)
     yield from _zero(reader, stage, context.world)
     yield from _schedule(reader)
+    yield from _moved(reader, reading.description)
     yield from _surprises(reader)
 
 
@@ -153,11 +155,32 @@ def _schedule(reader: DeepSpeedReader) -> Iterator[Finding]:
         yield Finding.warning("scheduler.type", text)
 
 
+_CHANGED = {
+    "gradient_clipping": ("training.clip", "clips at 1.0 since {}, and did not before; set it, 0 for none"),
+    "bf16.check_grad_overflow": (
+        "training.nonfinite",
+        "leaves out a step whose gradients are not finite since {}, and took it before; set it",
+    ),
+}
+"""What has changed with a default, of those in `MOVED` that numbers depend on: the setting, and the words."""
+
+
+def _moved(reader: DeepSpeedReader, description: Description) -> Iterator[Finding]:
+    """Defaults that are others than they were, and that the document leaves open."""
+    for key, (path, text) in _CHANGED.items():
+        since = MOVED[key][1]
+        if description[path].is_set and key not in reader and reader.version >= since:
+            yield Finding.warning(key, f"it is not given: DeepSpeed {text.format(in_words(since))}")
+    sums = "data_types.grad_accum_dtype"
+    bf16 = description.value("precision.compute") == "bf16" and not description.value("precision.autocast")
+    whole = description.value("sharding.optim") == "-"
+    if bf16 and whole and sums not in reader and reader.version >= FP32_SUMS:
+        text = f"sums micro-batches in bf16 since {in_words(FP32_SUMS)}, and in fp32 before; set it"
+        yield Finding.warning(sums, f"it is not given: without ZeRO, DeepSpeed {text}")
+
+
 def _surprises(reader: DeepSpeedReader) -> Iterator[Finding]:
-    """Defaults and keys that do not do what they seem to."""
-    if "gradient_clipping" not in reader and reader.default("gradient_clipping"):
-        text = "it is not given: DeepSpeed clips at 1.0 since 0.19.3, and did not before; set it, 0 for none"
-        yield Finding.warning("gradient_clipping", text)
+    """Keys that do not do what they seem to."""
     section = "activation_checkpointing"
     if any(name.startswith(f"{section}.") and value not in (False, None) for name, value in reader.flat.items()):
         text = "these keys reach deepspeed.checkpointing alone: Hugging Face's models use torch's, which ignores them"

@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "CODED",
     "FIRST",
+    "FP32_SUMS",
     "GHOSTS",
     "LAST",
     "MOVED",
@@ -30,7 +31,7 @@ LAST = "0.19.8"
 """The release that the reader and the writer were held against."""
 FIRST = (0, 17, 0)
 """The oldest release whose defaults were compared with that one's."""
-_FP32_SUMS = (0, 17, 6)
+FP32_SUMS = (0, 17, 6)
 """Before it, bf16 without ZeRO summed micro-batches in fp32, and refused to do it in bf16 outside of a pipeline."""
 STRICT_WARMUP = (0, 19, 3)
 """From here on, schedules refuse a warm-up of no steps."""
@@ -46,7 +47,7 @@ MOVED: Mapping[str, tuple[Any, Version]] = {
 
 def sums_in_fp32(low: str, stage: int | None, version: Version) -> bool:
     """Whether micro-batches in these 16 bits are summed in fp32 where nothing is said."""
-    return low == "bf16" and stage == 0 and version < _FP32_SUMS
+    return low == "bf16" and stage == 0 and version < FP32_SUMS
 
 
 def default_of(key: str, version: Version, today: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import asks_for_nothing
+from terrazzo.dialects.core.key_verdict import VerdictKind
 from terrazzo.dialects.formats.deepspeed.deepspeed_draft import DeepSpeedDraft
 from terrazzo.dialects.formats.deepspeed.keys import (
     BUILT_IN,
@@ -209,12 +210,14 @@ def write_training(draft: DeepSpeedDraft) -> None:
 def _not_finite(draft: DeepSpeedDraft) -> None:
     path, word = "training.nonfinite", draft.value("training.nonfinite")
     bf16, scaled = draft.has("bf16.enabled"), draft.has("fp16.enabled")
-    if bf16 and word in ("skip", "go_on"):
-        draft.put_if_needed(path, "bf16.check_grad_overflow", word == "skip")
+    if bf16 and word is not None:
+        lost = "" if word in ("skip", "go_on") else "DeepSpeed leaves such a step out, and goes on"
+        kind: VerdictKind = "lossy" if lost else "applied"
+        draft.put(path, "bf16.check_grad_overflow", word != "go_on", lost, kind)
     elif scaled and word == "skip":
         draft.implied(path, "as the loss scale shrinks")
     elif word not in (None, "go_on"):
-        draft.lossy(path, f"DeepSpeed {'leaves such a step out' if bf16 or scaled else 'does not look'}, and goes on")
+        draft.lossy(path, f"DeepSpeed {'leaves such a step out' if scaled else 'does not look'}, and goes on")
     if draft.is_set("training.loss_mean"):
         draft.lossy("training.loss_mean", "your own loss is divided by the number of micro-batches there")
 

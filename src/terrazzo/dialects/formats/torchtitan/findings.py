@@ -20,6 +20,12 @@ HF_STORAGE = (2, 9)
 def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """What torchtitan refuses of a document, or takes otherwise than it looks."""
     yield from _together(reading.values, flatten(reading.document, OPAQUE), reading.description.value("mesh.pp") != 1)
+    if not reading.description["training.loss_mean"].is_set:
+        text = (
+            "a step's loss is a mean over all of its tokens since torchtitan 0.2.2, and one over micro-batches before:"
+            " say of which release the file is, --library torchtitan=0.2.1"
+        )
+        yield Finding.warning("training", text)
     torch_version = context.version("torch", torch.__version__)
     if reading.description.value("saving.export") == "hf" and torch_version < HF_STORAGE:
         text = "torch writes a Hugging Face folder from shards since 2.8, and joins the parts of a tensor since 2.9"

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings, resolve_auto
-from terrazzo.dialects.formats.trainer.keys import MATCHED
+from terrazzo.dialects.formats.trainer.keys import GONE, MATCHED, RENAMED
+from terrazzo.dialects.formats.trainer.trainer_reader import averages_tokens
 from terrazzo.documents.dotted_keys import flatten
 
 __all__ = ["findings"]
@@ -28,10 +30,23 @@ def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     if values.get("fsdp"):
         yield from _fsdp(values)
     yield from _deepspeed(document, values, context)
+    yield from _moved(document, reading.description, context)
     saves = values.get("save_strategy", "steps") != "no" and not values.get("save_only_model")
     if document.get("distributed_config") and saves:
         text = "the Trainer raises for a model sharded by distributed_config: say save_only_model: true."
         yield Finding.error("distributed_config", text)
+
+
+def _moved(document: ConfigDocument, description: Description, context: ReadingContext) -> Iterable[Finding]:
+    """A default that was another in transformers 4, of a document with words that 5 has no longer."""
+    key, older = "average_tokens_across_devices", [name for name in document if name in RENAMED or name in GONE]
+    alone = description.value("mesh.world") == 1
+    if older and key not in document and averages_tokens(context) and not alone:
+        text = (
+            f"it is not given, and {older[0]} is a word of transformers 4, where the loss was a mean over each rank's"
+            " tokens up to 4.53; it is read as one over all ranks' tokens, which it is since: set it"
+        )
+        yield Finding.warning(key, text)
 
 
 def _together(document: ConfigDocument, values: Mapping[str, Any]) -> Iterable[Finding]:

@@ -15,13 +15,22 @@ from terrazzo.dialects.formats.trainer.keys import ALIASES, FIELDS, FSDP_KEYS, G
 from terrazzo.documents.dotted_keys import flatten, without
 from terrazzo.messages import did_you_mean
 
-__all__ = ["TrainerReader", "canonical_key"]
+__all__ = ["TrainerReader", "averages_tokens", "canonical_key"]
 
 _OPAQUE: tuple[str, ...] = ("lr_scheduler_kwargs", "fsdp_config.xla_fsdp_settings", "parallelism_config.tp_handler")
 _OPAQUE += ("parallelism_config.cp_handler", "parallelism_config.sp_handler", "distributed_config.fsdp_plan")
 _OPAQUE += ("distributed_config.tp_plan", "distributed_config.ep_plan")
 _PREFIX = "fsdp_config.fsdp_"
 _TODAY = ALIASES | RENAMED
+_LAST = "5.23.0"
+"""The release of transformers that the reader was held against."""
+_AVERAGES_TOKENS = (4, 54, 0)
+"""The first release whose loss is a mean over the tokens of all ranks where nothing is said."""
+
+
+def averages_tokens(context: ReadingContext) -> bool:
+    """The default of `average_tokens_across_devices`."""
+    return context.version("transformers", _LAST) >= _AVERAGES_TOKENS
 
 
 def canonical_key(key: str) -> str:
@@ -108,6 +117,10 @@ class TrainerReader(Reader):
         meant = MISNAMED.get(name)
         near = f" Did you mean '{meant}'?" if meant else did_you_mean(name, FSDP_KEYS)
         return f"TrainingArguments ignore it in silence: fsdp_config has no such key.{near}"
+
+    def default(self, key: str) -> Any:
+        """The default in this release."""
+        return averages_tokens(self.context) if key == "average_tokens_across_devices" else super().default(key)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
