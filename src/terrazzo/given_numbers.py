@@ -10,7 +10,11 @@ __all__ = ["is_count", "is_number", "is_power_of_two"]
 
 
 def is_count(value: object, least: int = 1) -> TypeGuard[int]:
-    """Whether it is an int, `least` or more."""
+    """Whether it is an int, `least` or more.
+
+    One of NumPy is none: counts multiply to sizes that would wrap at 2**63 or end as that type where JSON is written.
+    Who takes one makes an int of it first, as the planner's `Request` does.
+    """
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

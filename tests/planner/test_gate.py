@@ -149,6 +149,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "loss without all logits, in fp16": (
         "terrazzo", {"loss": "chunked", "precision": "fp16"}, "terrazzo", {"loss": "chunked"},
     ),
+    "loss without all logits, of logits that are changed": (
+        "terrazzo", {"loss": "chunked", "model": "gemma2-9b"}, "terrazzo", {"loss": "chunked", "model": TIED},
+    ),
+    "adapters on the built-in decoder": (
+        "terrazzo", {"model": OURS | {"model_type": "terrazzo"}, "lora": 8}, "terrazzo", {"model": NARROW, "lora": 8},
+    ),
     "no matrix for 4 bits": ("terrazzo", {"model": "gpt2", "qlora": True}, "terrazzo", {"qlora": True}),
     "blocks of 4 bits that ranks along tp cut": (
         "terrazzo", {"model": NARROW, "qlora": True, "tp": 2}, "terrazzo", {"model": NARROW, "qlora": True},

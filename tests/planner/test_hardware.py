@@ -253,12 +253,12 @@ def test_a_figure_of_a_device_that_none_has_is_refused_by_name(field: str, wrong
         (lambda: Device("mine", recipe_shares={"mx": -1}), r"recipe_shares\['mx'\] is -1"),
         (lambda: Device("mine", flash_share=1.5), "flash_share is 1.5; give a finite number, above 0 and up to 1"),
         (lambda: Device("mine", launch_s=-1), "launch_s is -1; give a finite number, 0 or more, or None if not known"),
-        (lambda: Cluster(Device("mine"), 0), "Cluster: count is 0; give a whole number, 1 or more"),
+        (lambda: Cluster(Device("mine"), 0), "Cluster: count is 0; give an int, 1 or more"),
         (lambda: Cluster(Device("mine"), price_per_hour=math.nan), "price_per_hour is nan"),
         (lambda: Cluster(Device("mine"), host_memory_bytes=0), "host_memory_bytes is 0"),
         (lambda: Cluster(Device("mine"), disk_bandwidth=-1), "disk_bandwidth is -1"),
         (lambda: MeasuredHost(call_s=math.nan), "MeasuredHost: call_s is nan; give a finite number, 0 or more"),
-        (lambda: MeasuredHost(cores=0), "cores is 0; give a whole number, 1 or more, or None if not known"),
+        (lambda: MeasuredHost(cores=0), "cores is 0; give an int, 1 or more, or None if not known"),
     ],
 )
 def test_what_no_machine_has_is_refused_when_it_is_made(make: Callable[[], object], message: str) -> None:

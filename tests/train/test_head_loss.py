@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -13,6 +14,7 @@ from torch import nn
 
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
+from terrazzo.parallel import transformers_support
 from terrazzo.train.model import head_loss
 from terrazzo.train.model.head_loss import gives_loss, take_targets, wants_loss_without_logits, why_all_logits
 from terrazzo.train.model.huggingface import one_sequence_per_row
@@ -94,6 +96,47 @@ def test_a_model_called_with_targets_gives_the_loss_of_its_logits(kind: str, tie
     found = built(input_ids=tokens[:, :-1], targets=tokens[:, 1:])
     found = found if isinstance(found, torch.Tensor) else found.logits
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
+}  # fmt: skip
+OF_GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), SMALL | LATENT),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), OF_GPT2),
+    "gptj": OF_GPT2 | {"rotary_dim": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "gemma",
+        "gemma2",
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in sorted(transformers_support.KNOWN_TYPES - {"gemma", "gemma2"})
+        ),
+    ],
+)
+def test_types_whose_logits_are_changed_are_those_that_have_no_loss_without_them(
+    model_type: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    sizes = OTHER_SIZES.get(model_type, SMALL)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **sizes}))
+    config = config_in(tmp_path, model={"kind": "huggingface", "path": str(tmp_path)}, **CHUNKED)
+    if model_type not in transformers_support.CHANGED_LOGITS:
+        assert gives_loss(prepare_model(config))
+        return
+    with pytest.raises(BadInput, match="does not return what one matrix"):
+        prepare_model(config)
 
 
 def test_a_model_that_changes_its_logits_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,6 +242,12 @@ def test_bad_input_is_refused_before_anything_is_built(
         check(config_from_dict(values), ranks)
 
 
+SMALL = {
+    "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "pad_token_id": 0,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("config", "more", "message"),
     [
@@ -250,6 +256,8 @@ def test_bad_input_is_refused_before_anything_is_built(
         ({"model_type": "llama", "vocab_size": 1, "num_attention_heads": 4}, {}, r"vocab_size 1 has no part"),
         ({"model_type": "deepseek_v2"}, {}, r"the style '\w+', which this version does not know.*Take tp 1"),
         ({"model_type": "llama"}, {"objective": "reward"}, r"'reward' puts a score.*model\.kind=decoder"),
+        ({"model_type": "olmo2", **SMALL}, {}, r"plan\.mesh\.tp is 2: .*'model\.layers\.0\..*q_proj' together again"),
+        ({"model_type": "olmoe", **SMALL, "num_experts": 2}, {}, r"plan\.mesh\.tp is 2: .*q_proj' together again"),
     ],
 )
 def test_a_model_of_transformers_is_checked_by_its_config(

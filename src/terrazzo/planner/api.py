@@ -60,6 +60,11 @@ def ask(request: Request, *, fewest: bool = False) -> Answer:
         BadInput: impossible input, and options that say nothing of what is asked.
     """
     if fewest:
+        if isinstance(request.gpus, int):
+            raise BadInput(
+                f"gpus is {request.gpus}, and the fewest are looked for (--min-gpus): give a range, such as "
+                f"1..{request.gpus}, or leave one of the two out."
+            )
         _check_open(request)
         sizing = min_gpus(request)
         _check_steps(request, sizing)
@@ -133,6 +138,11 @@ def _one(request: Request) -> Estimate:
         raise BadInput(
             f"{ignored[0]}: that is of micro-batches before the last, and a step has one. Leave it out, or give a "
             "global batch or a number of micro-batches."
+        )
+    if "device" not in only.setup.plan.optim.shares and (ignored := _named_options(request, ["optimizer_kernel"])):
+        raise BadInput(
+            f"{ignored[0]}: that is of states on the device, and {only.setup.plan.name} updates all of them on the "
+            "host, by kernels of its own. Leave it out."
         )
     notes = (*assumptions(request, only.setup), *only.notes)
     if only.memory.fits is not False:

@@ -109,6 +109,8 @@ def _strategy(name: str | None, tier: str | None) -> tuple[str | None, bool]:
         )
     if tier is None or tier == "any":
         return name, tier == "any"
+    if name is not None and "@" in name:
+        raise BadInput(f"--strategy {name} names a tier, and --offload {tier} too: leave one of the two out.")
     if name is None:
         raise BadInput(
             f"--offload {tier} needs the strategy that it belongs to (--strategy zero3), or be --offload any."

@@ -139,4 +139,4 @@ def _check_path(path: object) -> None:
 
 def _check_number(name: str, value: object, low: int, high: int) -> None:
     if not is_count(value, low) or value > high:
-        raise BadInput(f"offload: {name} is {value!r}; give a whole number from {low} to {high}.")
+        raise BadInput(f"offload: {name} is {value!r}; give an int from {low} to {high}.")

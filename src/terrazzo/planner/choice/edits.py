@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from terrazzo.engine import MOMENTS_NAMES, PRECISIONS, Plan, StateFormat
 from terrazzo.errors import BadInput
+from terrazzo.parallel.transformers_support import CHANGED_LOGITS
 from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.report.estimates import Edit, Estimate
 from terrazzo.planner.setup.build_setup import MOST_TRIED
@@ -199,7 +200,7 @@ def _smaller(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]
 
 
 def _has_logits(here: Changed[Request], setup: Setup) -> bool:
-    return here.made.loss is None and setup.loss == "full"
+    return here.made.loss is None and setup.loss == "full" and setup.model.family not in CHANGED_LOGITS
 
 
 def _recomputes_all(setup: Setup) -> bool:

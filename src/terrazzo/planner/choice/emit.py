@@ -47,7 +47,7 @@ def train_config(setup: Setup, model: ModelSource, model_folder: str | Path = "m
     Raises: `BadInput` where this version cannot run the setup, or cannot build the model.
     """
     _check_runnable(setup)
-    section, model_config = _model(setup.model, model, str(model_folder), setup.adapters is not None)
+    section, model_config = _model(setup.model, model, str(model_folder))
     train: dict[str, Any] = {"activation_checkpointing": setup.checkpointing_name}
     if setup.compile:
         train["compile"] = True
@@ -121,18 +121,12 @@ def _check_runnable(setup: Setup) -> None:
         )
 
 
-def _model(
-    shape: ModelShape, model: ModelSource, folder: str, adapters: bool
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _model(shape: ModelShape, model: ModelSource, folder: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The `model` section, and the config.json to write for it."""
     from terrazzo.planner.model.loading import CONFIG_FILE, preset_name, read_config
     from terrazzo.planner.model.presets import PRESETS
 
     if shape.family == BUILT_IN:
-        if adapters:
-            raise BadInput(
-                "lora.rank trains adapters on a model of Hugging Face with weights: plan for the folder of one."
-            )
         return decoder_section(shape, model), None
     if isinstance(model, Mapping):
         return {"kind": "huggingface", "path": folder}, dict(model)

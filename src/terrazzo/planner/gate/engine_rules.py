@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.parallel.transformers_support import CUT_MATRICES, NO_STAGES, SHARED_SEQUENCES
+from terrazzo.parallel.transformers_support import CHANGED_LOGITS, CUT_MATRICES, NO_STAGES, SHARED_SEQUENCES
 from terrazzo.planner.gate.facts import whole_model
 from terrazzo.planner.gate.rule import RuleBook
 from terrazzo.planner.layout.buckets import is_packed
@@ -243,6 +243,16 @@ def _optimizer_that_sees_whole_matrices(setup: Setup) -> bool:
 )
 def _loss_without_all_logits_in_fp16(setup: Setup) -> bool:
     return setup.loss == "chunked" and setup.precision.compute == torch.float16
+
+
+@terrazzo.plans(
+    "loss without all logits, of logits that are changed",
+    reason="{model} scales, caps or shifts what its head makes, and a loss without all logits takes it as it is.",
+    alternative="Plan with loss full, or compute that loss in a loop of your own.",
+    source="terrazzo.train.model.head_loss.take_targets",
+)
+def _loss_without_all_logits_of_changed_ones(setup: Setup) -> bool:
+    return setup.loss == "chunked" and setup.model.family in CHANGED_LOGITS
 
 
 @terrazzo.plans(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.planner.gate.rule import RuleBook
+from terrazzo.planner.model.shapes import BUILT_IN
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["TRAIN_RULES"]
@@ -44,6 +45,16 @@ def _empty_rows(setup: Setup) -> bool:
 )
 def _optimizer_that_torch_does_not_have(setup: Setup) -> bool:
     return setup.optimizer.torch_class is None
+
+
+@terrazzo.plans(
+    "adapters on the built-in decoder",
+    reason="`terrazzo train` trains adapters on a model of Hugging Face with weights, and {model} is none.",
+    alternative="Plan for the folder of one, or put adapters on the decoder in a loop of your own.",
+    source="terrazzo.config.section_rules.adapters",
+)
+def _adapters_on_the_built_in_decoder(setup: Setup) -> bool:
+    return setup.adapters is not None and setup.model.family == BUILT_IN
 
 
 @terrazzo.plans(

@@ -34,11 +34,11 @@ def check_amounts(
 
 
 def check_counts(owner: object, names: Iterable[str], *, unknown: bool = False) -> None:
-    """Attributes that are whole numbers of 1 or more. Raises: `BadInput` for what is none."""
+    """Attributes that are ints of 1 or more. Raises: `BadInput` for what is none."""
     for name in names:
         value = getattr(owner, name)
         if not (is_count(value) or (value is None and unknown)):
-            raise _refused(owner, name, value, "a whole number, 1 or more", unknown)
+            raise _refused(owner, name, value, "an int, 1 or more", unknown)
 
 
 def check_rates(owner: object, name: str, known: Collection[str]) -> None:

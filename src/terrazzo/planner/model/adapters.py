@@ -41,13 +41,21 @@ def trained(training: Training, shape: ModelShape) -> ModelShape:
     """The model with the adapters and the frozen tensors that a request asks for.
 
     Raises:
-        BadInput: for a bare number of parameters, and as `with_frozen`.
+        BadInput: for a bare number of parameters, as `with_frozen`, and for patterns of what adapters freeze anyway.
     """
     adapters, patterns = adapter_rank(training), globs(training.freeze)
     if shape.bare and (adapters is not None or patterns):
         raise BadInput("lora and freeze are of matrices by name, which a number of parameters has not: name a model.")
     shape = shape if adapters is None else with_adapters(shape, adapters)
-    return with_ends(with_frozen(shape, patterns) if patterns else shape)
+    if not patterns:
+        return with_ends(shape)
+    frozen = with_frozen(shape, patterns)
+    if adapters is not None and frozen.trainable_numel == shape.trainable_numel:
+        raise BadInput(
+            f"freeze: {', '.join(patterns)} name no adapter, and all else is frozen beside adapters (lora, qlora). "
+            "Leave freeze out."
+        )
+    return with_ends(frozen)
 
 
 def globs(patterns: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -248,14 +248,12 @@ def _check_pipeline(setup: Setup) -> None:
         )
     if virtual == 1:
         return
-    if setup.staged and setup.micro_batches >= mesh.pp:
-        rounds_of(mesh.pp, setup.micro_batches)
+    if mesh.pp == 1:
+        raise BadInput(f"virtual_stages {virtual} interleave the chunks of a pipeline, but pp is 1. Leave it out.")
     if setup.pipeline != "1f1b":
         raise BadInput(
             f"virtual_stages {virtual} interleave 1f1b, not {setup.pipeline}: take pipeline 1f1b, or leave it out."
         )
-    if mesh.pp == 1:
-        raise BadInput(f"virtual_stages {virtual} interleave the chunks of a pipeline, but pp is 1. Leave it out.")
     if mesh.pp * virtual > parts:
         raise BadInput(
             f"{counted(model.layers, 'layer')}: too few for pp {mesh.pp} × virtual_stages {virtual} = "
@@ -266,6 +264,8 @@ def _check_pipeline(setup: Setup) -> None:
             f"{setup.micro_batches} micro-batches are too few for the interleaved schedule of pp {mesh.pp}, which runs "
             f"{mesh.pp} through one chunk after the other (arXiv 2104.04473). Use {mesh.pp} or more."
         )
+    if setup.staged:
+        rounds_of(mesh.pp, setup.micro_batches)
 
 
 def _check_experts(setup: Setup) -> None:

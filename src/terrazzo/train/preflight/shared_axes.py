@@ -33,8 +33,7 @@ def check_axes(config: Config, whole: ModelOnPaper) -> None:
     if mesh.pp > 1:
         _check_pipeline(config, whole)
     if mesh.tp > 1:
-        _check_own_plan(config, whole)
-        _check_linears(config, whole)
+        _check_cuts(config, whole)
 
 
 def _check_huggingface(config: Config, whole: ModelOnPaper) -> None:
@@ -83,23 +82,19 @@ def _check_transformers(config: Config, values: Mapping[str, Any]) -> None:
     check_own_heads(config, values.get("num_key_value_heads"))
 
 
-def _check_own_plan(config: Config, whole: ModelOnPaper) -> None:
-    """Try `parallel.tensor.plan` on the model without memory."""
-    settings = config.parallel.tensor
-    if settings.plan == "auto":
+def _check_cuts(config: Config, whole: ModelOnPaper) -> None:
+    """Try on the model without memory how matrices would be cut: by which plan a model of transformers can be, only its
+    modules say, and of matrices that are multiplied in 8 bits the parts have to have sizes that the hardware takes.
+
+    The built-in decoder has a plan that is known to do.
+    """
+    settings, tp, linears = config.parallel.tensor, config.plan.mesh.tp, config.precision.recipe
+    if settings.plan == "auto" and linears is None and config.model.kind == "decoder":
         return
     try:
-        cut_simulated(whole.copy(), config.plan.mesh.tp, settings.sequence, settings.plan)
+        model = whole.copy()
+        cut_simulated(model, tp, settings.sequence, plan_of(model, config))
     except BadInput as error:
-        raise BadInput(f"parallel.tensor.plan: {error}") from None
-
-
-def _check_linears(config: Config, whole: ModelOnPaper) -> None:
-    """Try whether the parts of matrices that are multiplied in 8 bits have sizes that the hardware takes."""
-    if config.precision.recipe is None:
-        return
-    model = whole.copy()
-    try:
-        cut_simulated(model, config.plan.mesh.tp, config.parallel.tensor.sequence, plan_of(model, config))
-    except BadInput as error:
-        raise BadInput(f"precision.linears is '{config.precision.linears}'. {error}") from None
+        beside = f", with precision.linears '{config.precision.linears}'" if linears is not None else ""
+        what = f"plan.mesh.tp is {tp}" if settings.plan == "auto" else "parallel.tensor.plan"
+        raise BadInput(f"{what}{beside}: {error}") from None
