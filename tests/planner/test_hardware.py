@@ -238,7 +238,7 @@ def test_ranks_of_a_full_mesh_have_the_links_between_them() -> None:
      "capability", "flash_share", "per_node", "scaleup_domain"],
 )  # fmt: skip
 def test_a_figure_of_a_device_that_none_has_is_refused_by_name(field: str, wrong: Any) -> None:
-    with pytest.raises(BadInput, match=f"Device 'mine': {field} is {re.escape(repr(wrong))}; give a "):
+    with pytest.raises(BadInput, match=f"Device 'mine': {field} is {re.escape(repr(wrong))}; give an? "):
         Device("mine", **{field: wrong})
 
 
