@@ -152,6 +152,14 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "loss without all logits, of logits that are changed": (
         "terrazzo", {"loss": "chunked", "model": "gemma2-9b"}, "terrazzo", {"loss": "chunked", "model": TIED},
     ),
+    "tensors frozen by name": ("terrazzo", {"freeze": "*.embed_tokens.*"}, "fsdp2", {"freeze": "*.embed_tokens.*"}),
+    "average of the weights": ("terrazzo", {"ema": True}, "terrazzo", {}),
+    "micro-batches that only add up": (
+        "terrazzo",
+        {"strategy": "zero2", "accumulate_locally": True, "micro_batches": 4},
+        "terrazzo",
+        {"strategy": "zero1", "accumulate_locally": True, "micro_batches": 4},
+    ),
     "adapters on the built-in decoder": (
         "terrazzo", {"model": OURS | {"model_type": "terrazzo"}, "lora": 8}, "terrazzo", {"model": NARROW, "lora": 8},
     ),

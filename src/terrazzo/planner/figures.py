@@ -98,6 +98,7 @@ class MemoryFigures:
 
     @property
     def allocated_bytes(self) -> float:
+        """What tensors hold on the device at the peak."""
         return sum(term.value for term in self.terms)
 
     @property
@@ -122,6 +123,7 @@ class MemoryFigures:
 
     @property
     def near_bytes(self) -> float:
+        """What all of that takes, without what lies around it: the allocator's reserve, contexts, the process."""
         return sum(term.value for term in self.near_terms)
 
     @property

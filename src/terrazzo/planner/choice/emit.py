@@ -102,22 +102,9 @@ def _check_runnable(setup: Setup) -> None:
     here = replace(setup, framework=TERRAZZO)
     if blocking := [each for each in findings(here) if each.severity != "warn"]:
         raise BadInput(f"This plan is planned, not runnable yet: {' '.join(map(str, blocking))}")
-    if setup.freeze:
-        raise BadInput(
-            "`terrazzo train` freezes what lora.rank says, and no parameters by name. Leave --freeze out, or freeze "
-            "them in a loop of your own and give the model to tz.shard."
-        )
-    if setup.ema:
-        raise BadInput(
-            "`terrazzo train` keeps no average of the weights: tz.EMA is for a loop of your own. Leave --ema out."
-        )
     if not setup.model.layers:
         raise BadInput(
             f"There is nothing to train in {setup.model.name}. Name a preset, or the folder of a config.json."
-        )
-    if setup.accumulate_locally and setup.plan.grad.axes:
-        raise BadInput(
-            f"`terrazzo train` reduces every micro-batch under {setup.plan.name}. Leave accumulate_locally out."
         )
 
 

@@ -37,7 +37,7 @@ def _autotp_with_zero_3(setup: Setup) -> bool:
     source="deepspeedai/DeepSpeed #8167, #8168; docs/_tutorials/autotp-training.md",
 )
 def _young_autotp_with_zero_3(setup: Setup) -> bool:
-    return setup.mesh.tp > 1 and zero_stage(setup) == 3 and (not setup.framework.before(0, 19, 4))
+    return setup.mesh.tp > 1 and zero_stage(setup) == 3 and not setup.framework.before(0, 19, 4)
 
 
 @deepspeed.refuses(
@@ -152,7 +152,7 @@ def _autoep_with_autotp_and_zero_3(setup: Setup) -> bool:
     source="deepspeedai/DeepSpeed#8490; deepspeed/runtime/zero/mics.py, in 0.19.6 for the last time",
 )
 def _shard_groups_without_mics(setup: Setup) -> bool:
-    return setup.plan.row in ("hybrid_shard", "hybrid_shard_zero2") and (not setup.framework.before(0, 19, 7))
+    return setup.plan.row in ("hybrid_shard", "hybrid_shard_zero2") and not setup.framework.before(0, 19, 7)
 
 
 @deepspeed.refuses(

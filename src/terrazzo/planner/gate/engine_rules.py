@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.parallel.transformers_support import CHANGED_LOGITS, CUT_MATRICES, NO_STAGES, SHARED_SEQUENCES
+from terrazzo.parallel.transformers_support import CUT_MATRICES, NO_STAGES, SHARED_SEQUENCES
 from terrazzo.planner.gate.facts import whole_model
 from terrazzo.planner.gate.rule import RuleBook
 from terrazzo.planner.layout.buckets import is_packed
@@ -90,7 +90,7 @@ def _too_small_a_share(setup: Setup) -> bool:
     source="terrazzo.engine.buckets.gradients.gradient",
 )
 def _gradients_away_from_their_optimizer(setup: Setup) -> bool:
-    return setup.plan.grad.offloaded and (not setup.plan.optim.offloaded)
+    return setup.plan.grad.offloaded and not setup.plan.optim.offloaded
 
 
 @terrazzo.plans(
@@ -190,16 +190,6 @@ def _no_context(setup: Setup) -> bool:
 
 
 @terrazzo.plans(
-    "scales of 32 elements",
-    reason="`terrazzo train` multiplies in fp8 with a scale for each matrix or each row, not for 32 elements.",
-    alternative="Plan with precision fp8 or fp8-rowwise, or convert the model's layers with torchao.",
-    source="terrazzo.nn.float8_matrices",
-)
-def _scales_of_32_elements(setup: Setup) -> bool:
-    return setup.recipe == "mx"
-
-
-@terrazzo.plans(
     "tensor-parallel exchanges beside products",
     reason="Terrazzo waits for each exchange along tp (tp {tp}), and hides none behind products.",
     alternative="Plan with tensor overlap none.",
@@ -243,26 +233,6 @@ def _optimizer_that_sees_whole_matrices(setup: Setup) -> bool:
 )
 def _loss_without_all_logits_in_fp16(setup: Setup) -> bool:
     return setup.loss == "chunked" and setup.precision.compute == torch.float16
-
-
-@terrazzo.plans(
-    "loss without all logits, of logits that are changed",
-    reason="{model} scales, caps or shifts what its head makes, and a loss without all logits takes it as it is.",
-    alternative="Plan with loss full, or compute that loss in a loop of your own.",
-    source="terrazzo.train.model.head_loss.take_targets",
-)
-def _loss_without_all_logits_of_changed_ones(setup: Setup) -> bool:
-    return setup.loss == "chunked" and setup.model.family in CHANGED_LOGITS
-
-
-@terrazzo.plans(
-    "kernel with a soft cap",
-    reason="{model} caps its scores, which `terrazzo train` computes eagerly and keeps.",
-    alternative="Leave the attention open, or take a kernel with a soft cap in a loop of your own.",
-    source="transformers: attn_implementation eager where a model does not support sdpa (Gemma-2)",
-)
-def _kernel_with_a_soft_cap(setup: Setup) -> bool:
-    return setup.attention != "math" and setup.model.soft_caps
 
 
 @terrazzo.warns(

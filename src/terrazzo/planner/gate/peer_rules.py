@@ -164,7 +164,7 @@ def _optimizer_sharded_over_replicas(setup: Setup) -> bool:
     source="pytorch/pytorch#176076; huggingface/accelerate#4171",
 )
 def _tied_weights_in_two_units(setup: Setup) -> bool:
-    return setup.model.tied and zero_stage(setup) == 3 and (not setup.framework.before(2, 13))
+    return setup.model.tied and zero_stage(setup) == 3 and not setup.framework.before(2, 13)
 
 
 @fsdp2.refuses(

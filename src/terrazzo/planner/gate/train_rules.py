@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from terrazzo.parallel.transformers_support import CHANGED_LOGITS
 from terrazzo.planner.gate.rule import RuleBook
 from terrazzo.planner.model.shapes import BUILT_IN
 from terrazzo.planner.setup.setup import Setup
@@ -58,6 +59,58 @@ def _adapters_on_the_built_in_decoder(setup: Setup) -> bool:
 
 
 @terrazzo.plans(
+    "tensors frozen by name",
+    reason="`terrazzo train` freezes what lora.rank says, and no parameters by name.",
+    alternative=(
+        "Leave --freeze out, or freeze them in a loop of your own and give the model to tz.shard: figures are of that."
+    ),
+    source="terrazzo.config.sections.lora",
+)
+def _tensors_frozen_by_name(setup: Setup) -> bool:
+    return bool(setup.freeze)
+
+
+@terrazzo.plans(
+    "average of the weights",
+    reason="`terrazzo train` keeps no average of the weights.",
+    alternative="Leave --ema out, or keep a tz.EMA in a loop of your own: figures are of that.",
+    source="terrazzo.engine.model.ema",
+)
+def _average_of_the_weights(setup: Setup) -> bool:
+    return setup.ema
+
+
+@terrazzo.plans(
+    "micro-batches that only add up",
+    reason="`terrazzo train` reduces every micro-batch under {plan}.",
+    alternative="Leave accumulate_locally out, or add them up in a loop of your own, with no_sync.",
+    source="terrazzo.train.steps.step",
+)
+def _micro_batches_that_only_add_up(setup: Setup) -> bool:
+    return setup.accumulate_locally and bool(setup.plan.grad.axes)
+
+
+@terrazzo.plans(
+    "scales of 32 elements",
+    reason="`terrazzo train` multiplies in fp8 with a scale for each matrix or each row, not for 32 elements.",
+    alternative="Plan with precision fp8 or fp8-rowwise, or convert the model's layers with torchao.",
+    source="terrazzo.nn.float8_matrices",
+)
+def _scales_of_32_elements(setup: Setup) -> bool:
+    return setup.recipe == "mx"
+
+
+@terrazzo.plans(
+    "loss without all logits, of logits that are changed",
+    reason="{model} scales, caps or shifts what its head makes, and a loss without all logits takes it as it is.",
+    alternative="Plan with loss full, or compute that loss in a loop of your own.",
+    source="terrazzo.train.model.head_loss.take_targets",
+)
+def _loss_without_all_logits_of_changed_ones(setup: Setup) -> bool:
+    return setup.loss == "chunked" and setup.model.family in CHANGED_LOGITS
+
+
+@terrazzo.plans(
     "fused loss",
     reason="`terrazzo train` takes torch's cross_entropy, which is not fused.",
     alternative="Plan with loss full, or use a fused loss in a loop of your own.",
@@ -88,6 +141,16 @@ def _compiled_attention_that_exchanges(setup: Setup) -> bool:
 
 
 @terrazzo.plans(
+    "kernel with a soft cap",
+    reason="{model} caps its scores, which `terrazzo train` computes eagerly and keeps.",
+    alternative="Leave the attention open, or take a kernel with a soft cap in a loop of your own.",
+    source="transformers: attn_implementation eager where a model does not support sdpa (Gemma-2)",
+)
+def _kernel_with_a_soft_cap(setup: Setup) -> bool:
+    return setup.attention != "math" and setup.model.soft_caps
+
+
+@terrazzo.plans(
     "attention that keeps its scores",
     reason=(
         "`terrazzo train` takes torch's scaled_dot_product_attention, which keeps no scores where a fused kernel "
@@ -97,7 +160,7 @@ def _compiled_attention_that_exchanges(setup: Setup) -> bool:
     source="terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
 )
 def _attention_that_keeps_its_scores(setup: Setup) -> bool:
-    return setup.attention == "math" and (not setup.model.soft_caps)
+    return setup.attention == "math" and not setup.model.soft_caps
 
 
 @terrazzo.plans(
@@ -107,7 +170,7 @@ def _attention_that_keeps_its_scores(setup: Setup) -> bool:
     source="terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
 )
 def _kernel_that_no_configuration_names(setup: Setup) -> bool:
-    return setup.attention not in ("flash", "math") and (not setup.model.soft_caps)
+    return setup.attention not in ("flash", "math") and not setup.model.soft_caps
 
 
 TRAIN_RULES = terrazzo.rules

@@ -57,6 +57,7 @@ class Placement:
     ema: bool
 
     def ranks(self, axes: Iterable[str]) -> int:
+        """How many ranks these data axes have together."""
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in axes)
 
@@ -74,6 +75,7 @@ class Placement:
         return axes
 
     def _near(self, size: int, stride: int) -> int:
+        """Of `size` ranks, each `stride` behind the one before, those on one CPU host; 0 on CUDA."""
         return self.host and max(1, min(size, self.host // stride))
 
 
@@ -82,6 +84,7 @@ class PlannedAxis:
     """What collectives along an axis do to memory.
 
     Attributes:
+        size: its ranks.
         near: its ranks on one CPU host; 0 on CUDA, where NCCL sums as it receives.
     """
 
@@ -90,6 +93,7 @@ class PlannedAxis:
 
     @property
     def all_reduce_steps(self) -> int:
+        """Collectives that an all-reduce is made of, one after the other: on a CPU a reduce-scatter and a gather."""
         return 2 if self.near else 1
 
     def receive_bytes(self, full_bytes: int) -> int:

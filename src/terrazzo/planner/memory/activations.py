@@ -76,6 +76,7 @@ class BlockActivations:
 
     @property
     def working(self) -> float:
+        """Bytes that its backward needs beside what was saved."""
         return self.recomputed + self.gradients
 
 
