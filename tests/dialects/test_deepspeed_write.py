@@ -12,6 +12,7 @@ from terrazzo.dialects.core.description import PATHS, Description, asks_for_noth
 from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT
 from terrazzo.dialects.formats.deepspeed.versions import LAST, MOVED
+from tests.dialects.peers import converted
 from tests.helpers.neutral import described, descriptions
 
 
@@ -152,3 +153,10 @@ def test_schedules(name: str, kind: str) -> None:
     after = DIALECT.read(document).description
     assert [after.value(path) for path in ("schedule.name", "optimizer.lr")] == [name, 3e-4]
     assert written(described(schedule__name="wsd"))[1]["schedule.name"] == "refused"
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_the_length_of_a_run_with_a_constant_rate_is_not_lost_in_silence(warmup: int) -> None:
+    document = {"schedule": {"name": "constant", "warmup_steps": warmup}, "train": {"steps": 80}}
+    verdicts = {each.key: each for each in converted("terrazzo", "deepspeed", document).verdicts}
+    assert verdicts["train.steps"].kind == "lossy" and "length of the run" in verdicts["train.steps"].why

@@ -308,6 +308,76 @@ def test_reduction_in_fp32_is_said_by_mixed_precision() -> None:
     assert conversion.after.value("precision.reduce") == "fp32"
 
 
+@pytest.mark.parametrize(
+    ("policy", "word", "states", "gathered"),
+    [
+        ({"param_dtype": "bfloat16", "reduce_dtype": "float32"}, "32-true", ["bf16", "fp32", "fp32", False], None),
+        ({"param_dtype": "bfloat16", "reduce_dtype": "float32"}, "bf16-mixed", ["bf16", "fp32", "loaded", True], None),
+        ({"reduce_dtype": "float32"}, "bf16-mixed", ["bf16", "fp32", "loaded", True], "fp32"),
+        ({"param_dtype": "float32"}, "bf16-mixed", ["bf16", "fp32", "loaded", True], "fp32"),
+        ({"param_dtype": "bfloat16", "buffer_dtype": "float32"}, "bf16-true", ["bf16", "bf16", "fp32", False], None),
+        ({"param_dtype": "bfloat16"}, "bf16-true", ["bf16", "bf16", "bf16", False], None),
+    ],
+)
+def test_mixed_precision_takes_the_place_of_the_words_dtypes(
+    policy: dict[str, str], word: str, states: list[Any], gathered: str | None
+) -> None:
+    """The arguments are FSDP's, autocast and the cast of the module are the word's."""
+    document = {"strategy": strategy("FSDPStrategy", mixed_precision=policy), "precision": word}
+    description = described("lightning", document)
+    paths = ("compute", "reduce", "buffers", "autocast")
+    assert [description.value(f"precision.{path}") for path in paths] == states
+    said = verdicts("lightning", document)["precision"]
+    assert said.why == (f"weights are gathered in {gathered}, and autocast computes in bf16" if gathered else "")
+    assert_agrees_or_says("lightning", document)
+
+
+def test_weights_are_gathered_in_fp32_before_lightning_2_6() -> None:
+    document, before = {"strategy": "fsdp", "precision": "bf16-mixed"}, {"versions": {"lightning": "2.5.6"}}
+    assert "gathered in fp32" in verdicts("lightning", document, **before)["precision"].why
+    assert "precision" not in findings_by_key("lightning", document, **before)
+    assert "since Lightning 2.6" in findings_by_key("lightning", document)["precision"].text
+    assert verdicts("lightning", document)["precision"].why == ""
+    for other in ({"strategy": "fsdp", "precision": "bf16-true"}, {"strategy": "ddp", "precision": "bf16-mixed"}):
+        assert "precision" not in findings_by_key("lightning", other)
+
+
+@pytest.mark.parametrize("policy", [{"param_dtype": "bfloat16", "reduce_dtype": "float32"}, {}])
+def test_what_fully_shard_leaves_alone_stays_as_it_is(policy: dict[str, str]) -> None:
+    """Buffers and the operators that autocast would choose; without a policy, the dtype is that of the model."""
+    conversion = converted("fsdp2", "lightning", {"module": ["Block"], **({"mp_policy": policy} if policy else {})})
+    trainer = conversion.document["trainer"]
+    assert trainer["precision"] == "32-true"
+    assert trainer["strategy"]["init_args"].get("mixed_precision", {}) == policy
+    if policy:
+        assert not {each.key for each in conversion.unsaid if each.key.startswith("precision")}
+
+
+def test_blocks_that_nobody_recomputes_are_no_loss() -> None:
+    document = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
+    document["fsdp_config"]["fsdp_activation_checkpointing"] = True  # of units that are not named
+    lost = {each.key for each in converted("accelerate", "lightning", document).unsaid}
+    assert not {each for each in lost if each.startswith("activation_checkpointing.")}
+
+
+def test_the_optimizer_of_the_cli_has_a_constant_rate_without_a_schedule() -> None:
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1}}
+    document: dict[str, Any] = {"trainer": {"strategy": "ddp", "max_steps": 8}, "optimizer": optimizer}
+    assert converted("lightning", "terrazzo", document).document["schedule"] == {"name": "constant"}
+    document["lr_scheduler"] = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}
+    assert not described("lightning", document)["schedule.name"].is_set
+    (lost,) = [
+        each
+        for each in converted("lightning", "terrazzo", document).verdicts
+        if "class" in each.key and "lr_" in each.key
+    ]
+    assert lost.kind == "lossy" and "once an epoch" in lost.why
+    for name, kind in (("constant", "applied"), ("cosine", "lossy")):
+        back = {"plan": "zero0", "schedule": {"name": name}, "train": {"steps": 8}}
+        (verdict,) = [each for each in converted("terrazzo", "lightning", back).verdicts if each.key == "schedule.name"]
+        assert verdict.kind == kind, name
+
+
 # -- Lightning itself ----------------------------------------------------------------------------------------------
 
 
@@ -499,6 +569,30 @@ def as_lightning(arguments: dict[str, Any]) -> dict[str, Any]:
     if mesh := made.pop("device_mesh", None):
         made["device_mesh"] = tuple(mesh)
     return made
+
+
+def test_an_fsdp2_policy_is_what_lightning_hands_to_fsdp() -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    policy = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    trainer = converted("fsdp2", "lightning", {"module": ["Block"], "mp_policy": policy}).document["trainer"]
+    made = FSDPStrategy(**as_lightning(trainer["strategy"]["init_args"]))
+    made.precision_plugin = FSDPPrecision(trainer["precision"])
+    said = made.mixed_precision_config
+    assert said is not None
+    assert (said.param_dtype, said.reduce_dtype, said.buffer_dtype) == (torch.bfloat16, torch.float32, None)
+    with made.precision_plugin.forward_context():
+        assert not torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu")
+    for plugin, strategy_name, word in (
+        (HalfPrecision("bf16-true"), "ddp", "bf16-true"),
+        (FSDPPrecision("bf16-true"), "fsdp", "bf16-true"),
+        (FSDPPrecision("32-true"), "fsdp", "32-true"),
+    ):
+        cast = plugin.convert_module(torch.nn.BatchNorm1d(2).double()).running_mean
+        buffers = described("lightning", {"strategy": strategy_name, "precision": word}).value("precision.buffers")
+        assert cast.dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[buffers]
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_autocast_is_on_beside_cast_weights(name: str, document: dict[str, Any])
     assert {each.kind for each in told} == {"lossy"}
 
 
-@pytest.mark.parametrize("name", ["accelerate", "trainer", "lightning"])
+@pytest.mark.parametrize("name", ["accelerate", "trainer"])
 def test_who_had_no_autocast_hears_of_it(name: str) -> None:
     document = {"mp_policy": {"param_dtype": "bfloat16"}, "reshard_after_forward": True, "mesh": [8]}
     source = converted("fsdp2", "terrazzo", document, versions={"torch": "2.15"}).document

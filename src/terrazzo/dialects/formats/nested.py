@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting
-from terrazzo.dialects.core.dialect import ConfigDocument, Dialect, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import ConfigDocument, Dialect, Finding, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.formats.deepspeed.auto import resolve as resolve_auto
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT as DEEPSPEED
@@ -26,6 +27,7 @@ __all__ = [
     "FSDP_STRATEGY",
     "Nested",
     "filled",
+    "joined",
     "load_named",
     "merge",
     "nested_findings",
@@ -115,6 +117,28 @@ def join_keys(section: str, keys: str) -> str:
 def placed(verdict: KeyVerdict, section: str) -> KeyVerdict:
     """A writer's verdict, with its keys below a section."""
     return replace(verdict, target=join_keys(section, verdict.target) if verdict.target else "")
+
+
+def joined(draft: Draft, inner: Writing, section: str, own: Collection[str]) -> Writing:
+    """The document of a draft with what became of each setting, there or in the document inside it.
+
+    The outer verdict stands where a key is written for the setting, or it is refused; else the inner one does, with its
+    keys below `section`.
+
+    Args:
+        own: beginnings of paths that the outer library decides, whatever the inner document says.
+    """
+    outer = draft.finish()
+    verdicts = {
+        verdict.key: verdict
+        for verdict in outer.verdicts
+        if verdict.target or verdict.kind == "refused" or verdict.key.startswith(tuple(own))
+    }
+    for verdict in inner.verdicts:
+        verdicts.setdefault(verdict.key, placed(verdict, section))
+    for verdict in outer.verdicts:
+        verdicts.setdefault(verdict.key, verdict)
+    return Writing(outer.document, tuple(verdicts.values()))
 
 
 def merge(verdicts: list[KeyVerdict]) -> list[KeyVerdict]:

@@ -116,12 +116,18 @@ def write_schedule(draft: DeepSpeedDraft) -> None:
         draft.refuse("schedule.name", f"DeepSpeed has no {name}: pass a torch scheduler to deepspeed.initialize")
     elif name == "constant" and not warm_up:
         draft.implied("schedule.name", "without a schedule the rate stays what it is")
-        draft.implied("schedule.total_steps")
+        _no_end(draft)
     elif "total_num_steps" in SCHEDULER_PARAMS[kind] and draft.value("schedule.total_steps") is None:
         draft.refuse("schedule.name", f"{kind} needs the run's length: give it as total_num_steps")
     else:
         draft.put("schedule.name", "scheduler.type", kind)
         _arguments(draft, kind, warm_up)
+
+
+def _no_end(draft: DeepSpeedDraft) -> None:
+    """Say of a schedule that goes on for ever what becomes of the run's length."""
+    if draft.value("schedule.total_steps") is not None:
+        draft.lossy("schedule.total_steps", "the JSON has no length of the run: your own loop ends it")
 
 
 def _warm_up(draft: DeepSpeedDraft) -> int:
@@ -142,7 +148,8 @@ def _arguments(draft: DeepSpeedDraft, kind: str, warm_up: int) -> None:
     if "total_num_steps" in known:
         _known(draft, "schedule.total_steps", f"{_SCHEDULE}.total_num_steps")
     elif kind == "WarmupLR":
-        draft.implied(["schedule.total_steps", "schedule.final_fraction"], "it has no end")
+        draft.implied("schedule.final_fraction", "it has no end")
+        _no_end(draft)
     _peak_and_end(draft, kind)
     for argument, value in draft.value("schedule.options", {}).items():
         if argument in known or argument == "last_batch_iteration":

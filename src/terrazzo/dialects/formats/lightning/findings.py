@@ -8,6 +8,7 @@ from typing import Any
 from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.formats.lightning.deepspeed_document import configured
 from terrazzo.dialects.formats.lightning.keys import strategy_of
+from terrazzo.dialects.formats.lightning.precision import GATHERS_NARROW, LAST, WORDS
 from terrazzo.dialects.formats.lightning.read_loop import arguments_of
 from terrazzo.dialects.formats.lightning.read_strategy import passed_on
 from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, nested_findings
@@ -24,6 +25,8 @@ def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     kind, arguments = strategy_of(trainer.get("strategy", "auto"))
     if kind == "FSDPStrategy":
         yield from _fsdp(values, prefix)
+        if arguments.get("mixed_precision") is None and context.version("lightning", LAST) >= GATHERS_NARROW:
+            yield from _gathers(values, prefix)
         own = isinstance(trainer["strategy"], Mapping)
         where = f"{prefix}strategy.init_args" if own else f"{prefix}strategy"
         yield from nested_findings(FSDP_STRATEGY, passed_on(arguments), context, where, named=not own)
@@ -45,6 +48,13 @@ def _fsdp(values: Mapping[str, Any], prefix: str) -> Iterable[Finding]:
         yield Finding.error(f"{prefix}precision", "FSDP has no double precision in Lightning: say 32-true.")
     if values.get("accelerator") == "cpu":
         yield Finding.error(f"{prefix}accelerator", "FSDPStrategy needs GPUs: use ddp on CPUs.")
+
+
+def _gathers(values: Mapping[str, Any], prefix: str) -> Iterable[Finding]:
+    word = WORDS.get(values.get("precision"), "")
+    if word.endswith("-mixed"):
+        text = f"FSDP gathers weights in {word.removesuffix('-mixed')} since Lightning 2.6, and did in fp32 before."
+        yield Finding.warning(f"{prefix}precision", text)
 
 
 def _model_parallel(values: Mapping[str, Any], prefix: str) -> Iterable[Finding]:

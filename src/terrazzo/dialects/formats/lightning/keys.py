@@ -19,10 +19,10 @@ __all__ = [
     "KEYS",
     "MODEL_PARALLEL",
     "NAMED",
-    "ROWS",
     "SHARED",
     "TRAINER",
     "WATCHERS",
+    "rows_for",
     "strategy_of",
 ]
 
@@ -108,12 +108,13 @@ WATCHERS = {
 """Callbacks that watch a run or save it, and change nothing of it."""
 
 _ONLY = "only Lightning has it"
+_BY_EPOCH = "LightningCLI steps it once an epoch, and how many optimizer steps that is, is not known here"
 _TOP: Rows = {
     "seed_everything": Key(integer(), True, "seed of the run"),
     "optimizer.class_path": Key(TEXT, None, "class of the optimizer", "lossy", _ONLY, null=False),
     "optimizer.init_args.<argument>": (None, "argument of the optimizer"),
-    "lr_scheduler.class_path": (None, "class of the schedule"),
-    "lr_scheduler.init_args.<argument>": (None, "argument of the schedule"),
+    "lr_scheduler.class_path": Key(ANY, None, "class of the schedule", "lossy", _BY_EPOCH),
+    "lr_scheduler.init_args.<argument>": Key(ANY, None, "argument of the schedule", "lossy", _BY_EPOCH),
     "ckpt_path": (None, "checkpoint to resume from"),
 }
 TOP = section("", _TOP, "lossy", _ONLY)
@@ -274,6 +275,11 @@ KEYS: dict[str, Key] = {
     **section("", {"model.*": (None, ""), "data.*": (None, "")}, "lossy", _CODE),
 }
 """By dotted key: the Trainer's arguments stand at the top, or below `trainer` as LightningCLI writes them."""
-_ARGUMENTS = section("strategy.init_args", {**FSDP, **MODEL_PARALLEL})
-ROWS = {**KEYS, **_ARGUMENTS, **section("trainer", _ARGUMENTS)}
-"""`KEYS` with the arguments of strategies that the reader takes by their rows."""
+
+
+def rows_for(kind: str, prefix: str) -> dict[str, Key]:
+    """`KEYS`, with the arguments of a strategy's class in place of any; `prefix`: where the Trainer's stand."""
+    where = f"{prefix}strategy.init_args"
+    if kind not in ARGUMENTS:
+        return KEYS
+    return {key: row for key, row in KEYS.items() if not key.startswith(where)} | section(where, ARGUMENTS[kind])

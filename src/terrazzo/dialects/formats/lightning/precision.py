@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, SettingsByPath
+from terrazzo.dialects.core.reader import derived
 from terrazzo.engine import LossScaling
 
-__all__ = ["WORDS", "precision_row"]
+__all__ = ["GATHERS_NARROW", "LAST", "POLICY", "WORDS", "gathered_in", "precision_row"]
+
+LAST = "2.6.6"
+"""The release of Lightning that this was held against."""
+GATHERS_NARROW = (2, 6, 0)
+"""The first release whose FSDPStrategy gathers weights in 16 bits under a `mixed` word; before, it did so in fp32."""
+POLICY = {"compute": "param_dtype", "reduce": "reduce_dtype", "buffers": "buffer_dtype"}
+"""Keys of FSDPStrategy's `mixed_precision`, by the state."""
 
 WORDS: dict[Any, str] = {
     **{word: word for word in ("16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true", "64-true")},
@@ -25,23 +34,44 @@ WORDS: dict[Any, str] = {
 _DTYPES = {"16": "fp16", "bf16": "bf16", "32": "fp32", "64": "fp64"}
 
 
-def precision_row(strategy: str, word: Setting[Any]) -> SettingsByPath:
+def precision_row(
+    strategy: str, word: Setting[Any], policy: Mapping[str, Setting[Any]] | None = None
+) -> SettingsByPath:
     """The dtype of every state, under a word of `WORDS`.
 
-    FSDP gathers and reduces in the 16-bit type, `mixed` or `true`; `true` alone stores the weights in it as well. DDP
-    keeps fp32 weights and reduces in fp32. `mixed` runs the forward under autocast, with either.
+    `true` stores the weights in the word's type, and casts buffers with them; `mixed` keeps fp32 weights, and runs the
+    forward under autocast. FSDP gathers and reduces in the word's type, and casts buffers to it. DDP reduces in the
+    type of the weights, and as `32-true` leaves buffers alone.
+
+    Args:
+        strategy: its class.
+        policy: what FSDPStrategy's `mixed_precision` says, in place of the word: `compute`, which is the type of
+            gathered weights, `reduce` and `buffers`, as far as they are given. None: there is none.
     """
     name, _, way = word.value.partition("-")
     narrow, stored = _DTYPES[name], _DTYPES[name] if way == "true" else "fp32"
-    row = dict.fromkeys(PARAMETER_DTYPES, stored) | {"compute": narrow}
     sharded = strategy == "FSDPStrategy"
-    if sharded:
-        row |= {"reduce": narrow}
+    cast = way == "true" and (sharded or name != "32")
+    row = dict.fromkeys(PARAMETER_DTYPES, stored) | {"compute": narrow, "buffers": stored if cast else LOADED}
+    if sharded and policy is None:
+        row |= {"reduce": narrow, "buffers": narrow}
     scaled = LossScaling() if name == "16" and way == "mixed" else None
-    values = {
-        **row,
-        "buffers": narrow if sharded else LOADED,
-        "autocast": way == "mixed",
-        "loss_scaling": scaled,
-    }
-    return {f"precision.{state}": Setting(value, word.origin, word.key) for state, value in values.items()}
+    values = {**row, "autocast": way == "mixed", "loss_scaling": scaled}
+    settings = {f"precision.{state}": Setting(value, word.origin, word.key) for state, value in values.items()}
+    if policy is None:
+        return settings
+    gathered = policy.get("compute", Setting(stored, word.origin, word.key))
+    told = {"reduce": Setting(gathered.value, "default"), **policy}
+    if way == "mixed":  # autocast computes in the word's type, whatever weights are gathered in
+        told["compute"] = derived(
+            narrow, word, *(policy[key] for key in ("compute",) if key in policy), origin=word.origin
+        )
+    return {**settings, **{f"precision.{state}": setting for state, setting in told.items()}}
+
+
+def gathered_in(strategy: str, word: str, policy: Mapping[str, Setting[Any]] | None, version: tuple[int, ...]) -> str:
+    """The dtype of gathered weights beside autocast; that of the word where it is no other."""
+    name, _, way = word.partition("-")
+    if strategy != "FSDPStrategy" or way != "mixed" or (policy is None and version >= GATHERS_NARROW):
+        return _DTYPES[name]
+    return str(policy["compute"].value) if policy and "compute" in policy else "fp32"

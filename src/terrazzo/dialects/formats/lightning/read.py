@@ -9,8 +9,8 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, KEYS, NAMED, ROWS, TRAINER, WATCHERS, strategy_of
-from terrazzo.dialects.formats.lightning.precision import precision_row
+from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, NAMED, TRAINER, WATCHERS, rows_for, strategy_of
+from terrazzo.dialects.formats.lightning.precision import LAST, POLICY, gathered_in, precision_row
 from terrazzo.dialects.formats.lightning.read_loop import arguments_of, read_loop
 from terrazzo.dialects.formats.lightning.read_strategy import Strategy, read_strategy
 from terrazzo.dialects.formats.shared.plan_rows import in_one_group
@@ -24,6 +24,21 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
     return _Read(document, context).reading()
 
 
+class _LightningReader(Reader):
+    """A reader that knows what the strategy's class takes."""
+
+    def __init__(self, document: ConfigDocument, opaque: Collection[str], kind: str, prefix: str) -> None:
+        super().__init__(document, "Lightning", opaque, rows_for(kind, prefix))
+        self._kind, self._arguments = kind, f"{prefix}strategy.init_args."
+
+    def stranger(self, key: str) -> str:
+        """As of others, but for arguments of the strategy, of which its class is named."""
+        if not key.startswith(self._arguments):
+            return super().stranger(key)
+        near = did_you_mean(key.removeprefix(self._arguments), ARGUMENTS[self._kind])
+        return f"{self._kind} has no such argument and raises a TypeError.{near}"
+
+
 class _Read:
     """One document under way."""
 
@@ -31,7 +46,8 @@ class _Read:
         self.trainer = arguments_of(document)
         self.prefix = "" if self.trainer is document else "trainer."
         opaque = tuple(f"{self.prefix}strategy.init_args.{name}" for name in ("auto_wrap_policy", "device_mesh"))
-        self.reader = Reader(document, "Lightning", opaque, ROWS)
+        kind, _ = strategy_of(self.trainer.get("strategy", "auto"))
+        self.reader = _LightningReader(document, opaque, kind, self.prefix)
         self.context = context
 
     def reading(self) -> Reading:
@@ -49,16 +65,14 @@ class _Read:
         if strategy.kind == "SingleDeviceStrategy":
             settings["mesh.world"] = self._alone(settings.get("mesh.world"))
         if strategy.kind != "DeepSpeedStrategy":
-            row = precision_row(strategy.kind, word)
-            settings |= _chosen(strategy, row, strategy_reading.settings)
+            settings |= self._dtypes(strategy, word, strategy_reading.settings)
         for verdict in strategy_reading.verdicts:
             reader.mark(verdict.key, verdict.kind, verdict.why, verdict.target)
         reader.extras += strategy_reading.extras
         _keep_watchers(reader, f"{self.prefix}callbacks")
-        _keep_others(reader, self.prefix, strategy)
         _name_class(strategy, settings)
         prefixed = {path: self._prefixed(setting) for path, setting in settings.items()}
-        return reader.finish("lightning", prefixed, KEYS, unknown="raises a TypeError")
+        return reader.finish("lightning", prefixed, unknown="raises a TypeError")
 
     def _prefixed(self, setting: Setting[Any]) -> Setting[Any]:
         """Keys that name a Trainer argument without its section."""
@@ -74,6 +88,23 @@ class _Read:
             self.reader.keep(key, why, loss="refused")
             self.reader.refuse(key, why)
         return word if word.value is not None else replace(word, value="32-true")
+
+    def _dtypes(
+        self, strategy: Strategy, word: Setting[Any], strategy_settings: Mapping[str, Setting[Any]]
+    ) -> SettingsByPath:
+        """What the word says, and FSDPStrategy's own `mixed_precision` in its place."""
+        policy = None
+        if strategy.kind == "FSDPStrategy" and strategy.arguments.get("mixed_precision") is not None:
+            told = {state: strategy_settings[f"precision.{state}"] for state in POLICY}
+            policy = {state: setting for state, setting in told.items() if setting.origin == "file"}
+        row = precision_row(strategy.kind, word, policy)
+        gathered = gathered_in(strategy.kind, word.value, policy, self.context.version("lightning", LAST))
+        if gathered != row["precision.compute"].value and word.value.endswith("-mixed"):
+            why = f"weights are gathered in {gathered}, and autocast computes in {row['precision.compute'].value}"
+            self.reader.mark(f"{self.prefix}precision", "lossy", why)
+        if strategy.kind == "ModelParallelStrategy":  # the code says it
+            return {path: setting for path, setting in row.items() if path != "precision.reduce"}
+        return row
 
     def _strategy(self) -> Strategy:
         """The class of the strategy with its arguments; what is not known is refused."""
@@ -126,16 +157,6 @@ def _name_class(strategy: Strategy, settings: SettingsByPath) -> None:
         settings[path] = Setting(setting.value, origin, ", ".join((*setting.keys, strategy.name)))
 
 
-def _chosen(strategy: Strategy, row: SettingsByPath, strategy_settings: Mapping[str, Setting[Any]]) -> SettingsByPath:
-    """The row, with what the strategy's own `mixed_precision` says of gather, reduction and buffers."""
-    if strategy.kind == "ModelParallelStrategy":
-        return {path: setting for path, setting in row.items() if path != "precision.reduce"}
-    if strategy.kind != "FSDPStrategy" or strategy.arguments.get("mixed_precision") is None:
-        return row
-    states = ("precision.compute", "precision.reduce", "precision.buffers")
-    return {**row, **{path: strategy_settings[path] for path in states if strategy_settings[path].value != "loaded"}}
-
-
 def _keep_watchers(reader: Reader, key: str) -> None:
     """Callbacks of which each is known to watch a run or to save it; all others are kept as their row says."""
     listed = reader.raw(key)
@@ -143,14 +164,3 @@ def _keep_watchers(reader: Reader, key: str) -> None:
     paths = [each.get("class_path") if isinstance(each, Mapping) else each for each in callbacks]
     if all(str(path).rpartition(".")[2] in WATCHERS for path in paths):
         reader.keep(key, "they watch the run or save it", loss="harmless")
-
-
-def _keep_others(reader: Reader, prefix: str, strategy: Strategy) -> None:
-    """Refuse what the strategy's class does not take, and keep what nobody has read."""
-    for key in reader.unread():
-        name, dot, argument = key.removeprefix(prefix).partition("strategy.init_args.")
-        if name or not dot or strategy.kind not in ARGUMENTS:
-            reader.keep_row(key)
-        else:
-            near = did_you_mean(argument, ARGUMENTS[strategy.kind])
-            reader.refuse(key, f"{strategy.kind} has no such argument and raises a TypeError.{near}")

@@ -74,6 +74,8 @@ def _optimizer(reader: Reader) -> SettingsByPath:
     named = name if known and hasattr(torch.optim, name) else path.value
     section = "optimizer.init_args"
     settings: SettingsByPath = {"optimizer.name": Setting(named, "file", key)}
+    if "lr_scheduler" not in reader:  # LightningCLI replaces the module's configure_optimizers by these two
+        settings["schedule.name"] = Setting("constant", "default")
     for argument in ("lr", "eps", "weight_decay"):
         settings |= only_from_file({f"optimizer.{argument}": reader.take_as(f"{section}.{argument}", number())})
     decay = settings.get("optimizer.weight_decay", settings["optimizer.name"])

@@ -66,22 +66,12 @@ def read_strategy(
     if strategy.kind == "ModelParallelStrategy":
         return _model_parallel(strategy, reader, trainer)
     if strategy.kind in DDP_CLASSES:
-        return _ddp(strategy, reader)
+        return _ddp(strategy)
     reader.keep(f"{strategy.where}.init_args", "arguments of a strategy that is not known here", loss="refused")
     return StrategyReading({}, [], [])
 
 
-def _keep_by_rows(reader: Reader, strategy: Strategy) -> None:
-    """Keep the arguments that have no place in the neutral description as the rows of the strategy's class say."""
-    for name, row in ARGUMENTS[strategy.kind].items():
-        key = f"{strategy.where}.init_args.{name}"
-        if row.keep:
-            same = reader.raw(key) == row.default
-            reader.keep(key, row.why or row.meaning, loss="harmless" if same else row.keep)
-
-
-def _ddp(strategy: Strategy, reader: Reader) -> StrategyReading:
-    _keep_by_rows(reader, strategy)
+def _ddp(strategy: Strategy) -> StrategyReading:
     chosen: Setting[Any] = Setting(None, "file", strategy.name) if strategy.name else Setting(None, "default")
     settings: SettingsByPath = {
         **row_settings("zero0", chosen),
@@ -104,7 +94,6 @@ def _fsdp(strategy: Strategy, reader: Reader, context: ReadingContext) -> Strate
         for path in SHARDING_PATHS:
             settings[path] = replace(settings[path], origin="file", key=strategy.name)
     verdicts = [verdict for verdict in nested.verdicts if _argument(verdict.key, section) in strategy.in_document]
-    _keep_by_rows(reader, strategy)
     return StrategyReading(
         {**settings, **_state(reader, section), **_recomputed(reader, section)}, verdicts, list(nested.extras)
     )
@@ -164,7 +153,6 @@ def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, An
         else:
             settings[f"mesh.{axis}"] = reader.take(key)
     whole = reader.take(f"{section}.save_distributed_checkpoint")
-    _keep_by_rows(reader, strategy)
     return StrategyReading({**settings, "saving.state": whole}, [], [])
 
 

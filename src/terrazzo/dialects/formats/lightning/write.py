@@ -18,13 +18,15 @@ from terrazzo.dialects.core.description import (
     TIER_PATHS,
     Description,
     Setting,
+    SettingsByPath,
+    asks_for_nothing,
 )
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.formats.lightning.keys import KEYS
-from terrazzo.dialects.formats.lightning.precision import WORDS, precision_row
-from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, placed
+from terrazzo.dialects.formats.lightning.precision import POLICY, WORDS, precision_row
+from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, joined, placed
 from terrazzo.dialects.formats.shared.fsdp_words import ROW_NAMES, TORCH_NAMES, wants_deepspeed
 from terrazzo.dialects.formats.shared.plan_rows import nearest_row
 
@@ -34,21 +36,25 @@ _STAGES = ("terrazzo", "deepspeed")
 """Dialects whose zero3 may as well be DeepSpeed's stage 3, which clips by norm where FSDPStrategy raises."""
 _CLASSES = "lightning.pytorch.strategies"
 _STRATEGY, _ARGUMENTS = "trainer.strategy", "trainer.strategy.init_args"
+_POLICY = f"{_ARGUMENTS}.mixed_precision"
 _OPTIONS = "optimizer.init_args"
 _ADOPTED = ("sharding.", "mesh.", "units.", "offload.", "prefetch.", "loading.broadcast")
-_PLAIN_WORDS = tuple(word for word in WORDS if isinstance(word, str) and "-" in word and "engine" not in word)
+_PLAIN = tuple(word for word in WORDS if isinstance(word, str) and "-" in word and "engine" not in word)
+_WORDS = tuple(sorted(_PLAIN, key="32-true".__ne__))
+"""Lightning's full words; of several that fit alike the first is taken, which casts no weights to 16 bits."""
 
 
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """The document."""
     draft = Draft(description, "Lightning", KEYS)
-    draft.implied("mesh.world")
+    draft.implied("mesh.world", "devices and num_nodes say it: without them, all devices of one machine")
     _loop(draft)
     row, why = nearest_row(description, ROW_NAMES)
     clipped = draft.value("training.clip") is not None and description.dialect in _STAGES
     if wants_deepspeed(description) or (row == "zero3" and clipped):
         return _deepspeed(draft, context)
     _optimizer(draft)
+    _schedule(draft)
     if row == "zero0":
         _ddp(draft)
     elif row is not None:
@@ -68,9 +74,6 @@ def _loop(draft: Draft) -> None:
     draft.option("saving.folder", "trainer.default_root_dir")
     for path in ("batch.micro_batch", "batch.global_batch", "batch.sequence_length"):
         draft.lossy(path, "the data loader decides it there")
-    for path in PATHS:
-        if path.startswith("schedule.") and path != "schedule.total_steps":
-            draft.lossy(path, "the LightningModule returns its schedule from configure_optimizers")
     if draft.value("training.compile"):
         draft.lossy("training.compile", "compile the model in configure_model")
     for path in ("saving.every", "saving.keep_last"):
@@ -109,6 +112,19 @@ def _optimizer(draft: Draft) -> None:
         draft.lossy("optimizer.options", f"torch.optim.{name} has no {', '.join(unknown)}", _OPTIONS)
     elif options:
         draft.implied("optimizer.options", key=_OPTIONS)
+
+
+def _schedule(draft: Draft) -> None:
+    """LightningCLI makes none, or one that it steps once an epoch; beside `optimizer` the module's own is not asked."""
+    paths = [path for path in PATHS if path.startswith("schedule.") and path != "schedule.total_steps"]
+    warm = [path for path in ("schedule.warmup_steps", "schedule.warmup_fraction") if draft.value(path)]
+    if not draft.has("optimizer"):
+        draft.lossy(paths, "the LightningModule returns its schedule from configure_optimizers")
+    elif draft.value("schedule.name", "constant") == "constant" and not warm:
+        draft.implied(paths, "no lr_scheduler: the rate stays as it is")
+    else:
+        edit = "return it with the optimizer from configure_optimizers instead"
+        draft.lossy(paths, f"LightningCLI steps a schedule once an epoch: {edit}")
 
 
 def _clip(draft: Draft, sharded: bool) -> None:
@@ -181,7 +197,8 @@ def _recomputed(draft: Draft, *, sharded: bool) -> None:
         key = f"{_ARGUMENTS}.activation_checkpointing_policy"
         draft.put("activation_checkpointing.mode", key, list(classes))
     else:
-        draft.lossy(paths, "recompute blocks in the LightningModule")
+        asked = [path for path in paths if not asks_for_nothing(path, draft.value(path))]
+        draft.lossy(asked, "recompute blocks in the LightningModule")
 
 
 def _state(draft: Draft, *, sharded: bool) -> None:
@@ -198,25 +215,29 @@ def _state(draft: Draft, *, sharded: bool) -> None:
 
 
 def _precision(draft: Draft, kind: str) -> None:
-    """The word that misses the fewest dtypes; under FSDP, `mixed_precision` puts gather and reduction right."""
+    """The word that misses the fewest dtypes, alone or, under FSDP, with a `mixed_precision` of its own beside it."""
     wanted = {path: draft.setting(path) for path in PATHS if path.startswith("precision.") and draft.is_set(path)}
     if "precision.compute" not in wanted:
         return
-    word = min(_PLAIN_WORDS, key=lambda each: _misses(wanted, kind, each))
-    row = precision_row(kind, Setting(word, "file"))
+    policies = (None, _policy(draft)) if kind == "FSDPStrategy" else (None,)
+    rows = [
+        (word, policy, precision_row(kind, Setting(word, "file"), policy)) for policy in policies for word in _WORDS
+    ]
+    word, policy, row = min(rows, key=lambda each: _misses(wanted, each[2]))
     draft.write("trainer.precision", word)
-    explicit = _mixed_precision(draft, kind, row)
+    for state, setting in (policy or {}).items():
+        draft.write(f"{_POLICY}.{POLICY[state]}", TORCH_NAMES[setting.value])
     for path, setting in wanted.items():
-        does = row.get(path)
-        if path in explicit:
-            draft.implied(path, key=f"{_ARGUMENTS}.mixed_precision.{explicit[path]}")
-        elif does is None or does.value == setting.value or (not setting.value and not does.value):
-            draft.implied(path, key="trainer.precision")
+        does, state = row.get(path), path.partition(".")[2]
+        if does is None or _is_met(path, wanted, row):
+            cast = "" if does is None or does.value == setting.value or not setting.value else _cast(word, does.value)
+            key = f"{_POLICY}.{POLICY[state]}" if policy and state in policy else "trainer.precision"
+            draft.implied(path, cast, key)
         elif path == "precision.autocast":
             how = "runs under autocast: norms, softmax and losses compute in fp32" if does.value else "has no autocast"
             draft.lossy(path, f"under {word} the forward {how}", "trainer.precision")
         elif setting.value == LOADED and path == "precision.buffers":
-            draft.lossy(path, f"FSDPStrategy casts them to {does.value}, and here they stay as loaded")
+            draft.lossy(path, f"Lightning casts them to {does.value}, and here they stay as loaded")
         elif setting.value == LOADED:
             draft.lossy(
                 path, f"it depends on the dtype in which the model is loaded; {word} is written: say --load-dtype"
@@ -225,26 +246,31 @@ def _precision(draft: Draft, kind: str) -> None:
             draft.lossy(path, f"under {word} it is {does.value}", "trainer.precision")
 
 
-def _misses(wanted: Mapping[str, Setting[Any]], kind: str, word: str) -> tuple[int, int]:
+def _policy(draft: Draft) -> dict[str, Setting[Any]]:
+    """The dtypes that `mixed_precision` can say, as far as they are known. Without one, buffers are left alone."""
+    wanted = {state: draft.setting(f"precision.{state}") for state in POLICY}
+    return {state: setting for state, setting in wanted.items() if setting.value in TORCH_NAMES}
+
+
+def _cast(word: str, dtype: str) -> str:
+    return f"{word} casts them to {dtype}, in which the model is loaded"
+
+
+def _is_met(path: str, wanted: Mapping[str, Setting[Any]], row: SettingsByPath) -> bool:
+    """Whether a word does what is wanted. Buffers that stay as loaded may be cast to what the model is loaded in."""
+    does, value = row[path].value, wanted[path].value
+    if path == "precision.buffers" and value == LOADED and path in row:
+        masters = wanted.get("precision.master")
+        return does == LOADED or (masters is not None and does == masters.value)
+    return bool(does == value) or (not does and not value)
+
+
+def _misses(wanted: Mapping[str, Setting[Any]], row: SettingsByPath) -> tuple[int, int]:
     """How many dtypes a word gets wrong; what is stored and computed counts before the rest."""
-    row = precision_row(kind, Setting(word, "file"))
-    wrong = [path for path, setting in wanted.items() if path in row and row[path].value != setting.value]
-    known = [path for path in wrong if wanted[path].value != LOADED]
+    wrong = [path for path in wanted if path in row and not _is_met(path, wanted, row)]
+    known = [path for path in wrong if wanted[path].value != LOADED or path == "precision.buffers"]
     grave = ("precision.compute", "precision.master", "precision.loss_scaling")
     return sum(path in grave for path in known), len(known)
-
-
-def _mixed_precision(draft: Draft, kind: str, row: Mapping[str, Setting[Any]]) -> dict[str, str]:
-    """The argument `mixed_precision`, where the word alone reduces in another dtype; the keys by path."""
-    reduce = draft.value("precision.reduce")
-    if kind != "FSDPStrategy" or reduce not in TORCH_NAMES or reduce == row["precision.reduce"].value:
-        return {}
-    keys = {"precision.compute": "param_dtype", "precision.reduce": "reduce_dtype", "precision.buffers": "buffer_dtype"}
-    for path, key in keys.items():
-        value = draft.value(path)
-        value = value if value in TORCH_NAMES else row[path].value
-        draft.write(f"{_ARGUMENTS}.mixed_precision.{key}", TORCH_NAMES[value])
-    return {path: key for path, key in keys.items() if draft.value(path) in TORCH_NAMES}
 
 
 # -- DeepSpeed -----------------------------------------------------------------------------------------------------
@@ -264,14 +290,4 @@ def _deepspeed(draft: Draft, context: ReadingContext) -> Writing:
             draft.write("trainer.precision", word)
     draft.write(f"{_STRATEGY}.class_path", f"{_CLASSES}.DeepSpeedStrategy")
     draft.write(f"{_ARGUMENTS}.config", config)
-    outer = draft.finish()
-    spoken = {
-        verdict.key: verdict
-        for verdict in outer.verdicts
-        if verdict.target or verdict.kind == "refused" or verdict.key.startswith(("batch.", "training.clip"))
-    }
-    for verdict in inner.verdicts:
-        spoken.setdefault(verdict.key, placed(verdict, f"{_ARGUMENTS}.config"))
-    for verdict in outer.verdicts:
-        spoken.setdefault(verdict.key, verdict)
-    return Writing(draft.document, tuple(spoken.values()))
+    return joined(draft, inner, f"{_ARGUMENTS}.config", own=("batch.", "training.clip"))

@@ -7,12 +7,13 @@ document inside, with "auto" wherever a field of TrainingArguments says the same
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.formats.nested import DEEPSPEED, placed
+from terrazzo.dialects.formats.nested import DEEPSPEED, joined
 from terrazzo.dialects.formats.shared.fsdp_words import wants_deepspeed
 from terrazzo.dialects.formats.trainer.keys import KEYS, MATCHED
 from terrazzo.dialects.formats.trainer.write_loop import write_loop
@@ -45,22 +46,14 @@ def _with_deepspeed(draft: Draft, context: ReadingContext) -> Writing:
     inner = DEEPSPEED.written(draft.description, context)
     _switches(draft, inner.document)
     outer = draft.finish()
-    spoken = {
-        verdict.key: verdict
-        for verdict in outer.verdicts
-        if verdict.target or verdict.kind == "refused" or verdict.key == "batch.global_batch"
-    }
-    document = {**outer.document, "deepspeed": _automatic(deepcopy(inner.document), outer.document)}
+    section = _automatic(deepcopy(inner.document), outer.document)
     kinds = {verdict.key: verdict.kind for verdict in outer.verdicts}
+    own = ["batch.global_batch"]
     if kinds.get("schedule.name") == "applied":  # the Trainer makes it, unless DeepSpeed's document has one
-        document["deepspeed"].pop("scheduler", None)
-        spoken |= {verdict.key: verdict for verdict in outer.verdicts if verdict.key.startswith("schedule.")}
-    for verdict in inner.verdicts:
-        if verdict.key not in spoken:
-            spoken[verdict.key] = placed(verdict, "deepspeed")
-    for verdict in outer.verdicts:
-        spoken.setdefault(verdict.key, verdict)
-    return Writing(document, tuple(spoken.values()))
+        section.pop("scheduler", None)
+        own.append("schedule.")
+    writing = joined(draft, inner, "deepspeed", own)
+    return replace(writing, document={**writing.document, "deepspeed": section})
 
 
 def _switches(draft: Draft, document: dict[str, Any]) -> None:
