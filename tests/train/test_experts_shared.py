@@ -235,6 +235,16 @@ def test_what_experts_cannot_be_beside_is_refused(tmp_path: Path, more: dict[str
         config_from_dict(settings(tmp_path, {}, 2) | more)
 
 
+def test_experts_of_tokens_that_ranks_along_tp_share_are_refused_of_transformers_too(tmp_path: Path) -> None:
+    """Where they are exchanged: of others each rank's own have the same gradient, which counts once."""
+    model = {"kind": "huggingface", "path": str(tmp_path)}
+    apart = {"model": model, "parallel": {"tensor": {"sequence": False}}}
+    config_from_dict(apart | {"plan": {"mesh": {"tp": 2}}})
+    config_from_dict({"model": model, "plan": {"mesh": {"tp": 2, "ep": 2}}})
+    with pytest.raises(BadInput, match=r"would all give experts the same tokens: .*parallel\.tensor\.sequence=true"):
+        config_from_dict(apart | {"plan": {"mesh": {"tp": 2, "ep": 2}}})
+
+
 def test_the_picture_says_who_divides_experts() -> None:
     picture, signs = mesh_picture({"dp_shard": 4, "ep": 2})
     assert picture == "[0] [1] [2] [3]   dp_shard 4"

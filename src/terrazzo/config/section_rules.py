@@ -289,13 +289,19 @@ def shared_experts(
             f"is {mesh.ep}, and objective '{objective.name}' has not been tried with experts that ranks share. Set"
             " plan.mesh.ep=1, or objective=next_token",
         )
-    if count is not None and mesh.tp > 1 and (not tensor.sequence or tensor.plan != "auto"):
-        edit = "parallel.tensor.sequence=true" if not tensor.sequence else "parallel.tensor.plan=auto"
-        yield KeyDisagreement(
-            "plan.mesh.tp",
-            f"is {mesh.tp}, and its ranks would all give the experts (model.experts) the same tokens, or may: each"
-            f" would count as often. Use {edit}, or plan.mesh.tp=1",
-        )
+    exchanged = count is not None or mesh.ep > 1  # of others each rank's own have the same gradient, which counts once
+    if mesh.tp > 1 and exchanged and not tensor.sequence:
+        yield _repeated_tokens(mesh, "the same tokens", "parallel.tensor.sequence=true")
+    elif mesh.tp > 1 and count is not None and tensor.plan != "auto":
+        yield _repeated_tokens(mesh, "the same tokens, or may", "parallel.tensor.plan=auto")
+
+
+def _repeated_tokens(mesh: MeshConfig, which: str, edit: str) -> KeyDisagreement:
+    return KeyDisagreement(
+        "plan.mesh.tp",
+        f"is {mesh.tp}, and its ranks would all give experts {which}: each would count as often. Use {edit}, or"
+        " plan.mesh.tp=1",
+    )
 
 
 def replicas_apart(
