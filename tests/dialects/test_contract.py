@@ -51,7 +51,7 @@ def keys_of(name: str) -> list[str]:
 def of_each_kind(name: str) -> set[str]:
     """One key of all that have rows alike, default aside: they are read by the same lines."""
     rows = dialect(name).keys
-    alike = {(row.type, row.default is None, row.meaning, row.keep, row.why): key for key, row in rows.items()}
+    alike = {(row.type, row.default is None, row.meaning, row.loss, row.why): key for key, row in rows.items()}
     return {spelled_out(key) for key in alike.values()}
 
 
@@ -258,7 +258,7 @@ def test_every_key_that_has_a_meaning_here_has_a_reader(name: str) -> None:
     for key, row in dialect(name).keys.items():
         words = row.type.expected.removeprefix("one of ").split(", ")
         taken = [value for value in (True, 2, ["Name"], *words) if row.type.parse(value) is not MISSING]
-        for value in [row.default, *taken] if not row.keep else ():
+        for value in [row.default, *taken] if not row.loss else ():
             outcomes = dialect(name).read(nested([(spelled_out(key), value)])).verdicts
             unread |= {key for verdict in outcomes if "does not take there" in verdict.why}
     assert unread == ONLY_WITH_OTHERS.get(name, set())
@@ -266,5 +266,5 @@ def test_every_key_that_has_a_meaning_here_has_a_reader(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_key_that_other_dialects_must_refuse_says_what_to_do(name: str) -> None:
-    silent = [key for key, row in dialect(name).keys.items() if row.keep == "refused" and not row.why]
+    silent = [key for key, row in dialect(name).keys.items() if row.loss == "refused" and not row.why]
     assert silent == []

@@ -85,7 +85,7 @@ def _again(name: str, key: str, known: list[str]) -> bool:
 def _fate_of(name: str, key: str) -> Fate:
     """Of a key at the top that its library alone has: as of the first whose row is the same, default aside."""
     rows = dialect(name).keys
-    if name != "megatron" or not rows[key].keep or key in VALUES[name] or _beside(name, key) != BESIDE[name][""]:
+    if name != "megatron" or not rows[key].loss or key in VALUES[name] or _beside(name, key) != BESIDE[name][""]:
         return _fate(name, key)
     row = replace(rows[key], default=rows[key].default is None)
     return replace(_fate(name, _first_of(name)[row]), key=key)

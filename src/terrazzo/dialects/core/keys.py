@@ -5,7 +5,7 @@
         "training.gc_freq": Key(ANY, 50, "steps between collections of Python's garbage", "harmless"),
     }
 
-A row without `keep` has a place in the neutral description, and a reader that asks for it by `Reader.take`; the others
+A row without `loss` has a place in the neutral description, and a reader that asks for it by `Reader.take`; the others
 are kept as they are, by `Reader.keep_rows`.
 """
 
@@ -25,8 +25,8 @@ __all__ = [
     "MISSING",
     "NAME_LIST",
     "TEXT",
-    "Keep",
     "Key",
+    "RowLoss",
     "Rows",
     "Type",
     "choice",
@@ -38,7 +38,8 @@ __all__ = [
     "section",
 ]
 
-Keep = Loss | Literal[""]
+RowLoss = Loss | Literal[""]
+"""What a row says is lost; empty: see `Key.loss`."""
 ONE_OF = "one of "
 """How the `expected` of a `choice` begins."""
 MISSING = object()
@@ -66,7 +67,7 @@ class Key:
         type: of its value.
         default: the library's, as a document would say it.
         meaning: in a few words.
-        keep: what another dialect loses without it: nothing (`harmless`), something (`lossy`), or the same numbers
+        loss: what another dialect loses without it: nothing (`harmless`), something (`lossy`), or the same numbers
             (`refused`). Empty: it has a place in the neutral description, and a reader of its own. A key that is read
             in some documents alone has both: its reader there, and elsewhere this.
         why: the loss in words; default: the meaning.
@@ -79,7 +80,7 @@ class Key:
     type: Type
     default: Any
     meaning: str
-    keep: Keep = ""
+    loss: RowLoss = ""
     why: str = ""
     lost_beside: str = ""
     null: bool | None = None
@@ -99,13 +100,13 @@ Rows = Mapping[str, Key | tuple[Any, str]]
 """Keys of one section by their last parts. A default and a meaning alone are a row of `ANY`, kept as the section is."""
 
 
-def section(name: str, rows: Rows, keep: Keep = "", why: str = "") -> dict[str, Key]:
+def section(name: str, rows: Rows, loss: RowLoss = "", why: str = "") -> dict[str, Key]:
     """Rows under the dotted name of their section, the top for an empty one.
 
     Args:
-        keep, why: what is lost with a row that does not say it itself; see `Key`.
+        loss, why: what is lost with a row that does not say it itself; see `Key`.
     """
-    made = {key: row if isinstance(row, Key) else Key(ANY, *row, keep, why) for key, row in rows.items()}
+    made = {key: row if isinstance(row, Key) else Key(ANY, *row, loss, why) for key, row in rows.items()}
     return {f"{name}.{key}" if name else key: row for key, row in made.items()}
 
 

@@ -206,14 +206,14 @@ class Reader:
     def keep_row(self, key: str) -> None:
         """Keep a key of the document as its row says."""
         key, row = self.spelled(key), self.row_of(key)
-        if row is not None and row.keep:
+        if row is not None and row.loss:
             value = row.type.parse(self.flat[key])
             if value is not MISSING:
                 self._parsed[key] = value
             value, listed = self._parsed.get(key, self.flat[key]), self.canonical(key) in self.keys
             harmless = listed and not row.lost_beside and value in (row.default, row.neutral)
             usual = listed and value == row.default
-            self.keep(key, row.why or row.meaning, loss="harmless" if harmless else row.keep, usual=usual)
+            self.keep(key, row.why or row.meaning, loss="harmless" if harmless else row.loss, usual=usual)
 
     def unread(self) -> list[str]:
         """Keys that nobody has taken yet."""

@@ -86,7 +86,7 @@ def _by_default(source: Dialect, reading: Reading, target: Dialect) -> Iterable[
     """
     defaults: dict[str, dict[str, Any]] = {}
     for key, row in source.keys.items():
-        if row.keep == "lossy" and row.lost_beside in reading.values and key not in reading.values:
+        if row.loss == "lossy" and row.lost_beside in reading.values and key not in reading.values:
             defaults.setdefault(row.lost_beside, {})[key] = row.default
     for beside, values in defaults.items():
         told = ", ".join(f"{key} {as_text(value)}" for key, value in values.items())

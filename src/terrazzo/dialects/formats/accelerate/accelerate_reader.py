@@ -30,7 +30,7 @@ class AccelerateReader(Reader):
             if self.flat[key] in (None, {}) and (name in KEYS or key in SECTIONS or key == "megatron_lm_config"):
                 self.keep(key, "it says nothing: the default holds", loss="harmless")
             elif row is not None:
-                if fp8 and row.keep == "lossy":
+                if fp8 and row.loss == "lossy":
                     self.keep_row(key)
                 else:
                     self.keep(key, row.meaning, loss="harmless")

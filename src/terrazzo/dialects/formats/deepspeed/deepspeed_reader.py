@@ -87,7 +87,7 @@ class DeepSpeedReader(Reader):
         usual = setting.value == self.default(key)
         same = (usual and not row.lost_beside) or setting.origin == "auto" or self.raw(key) is None
         why = row.why or row.meaning
-        loss = "harmless" if same else row.keep or "harmless"
+        loss = "harmless" if same else row.loss or "harmless"
         self.extras.append(Extra(key, self.raw(key), why, loss, usual))
         self.mark(name, verdict.kind, verdict.why or ("" if same else why), "" if name == key else key)
 
@@ -98,7 +98,7 @@ class DeepSpeedReader(Reader):
                 if name == key:
                     self.keep_key(name, row)
                 else:
-                    self.keep(name, row.why or row.meaning, loss=row.keep or "lossy")
+                    self.keep(name, row.why or row.meaning, loss=row.loss or "lossy")
         for key in self.unread():
             if key == FLOW and self.flat[key] == {}:
                 self.refuse(key, TABLE[f"{FLOW}.topk_ratio"].why)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, TEXT, Keep, Key, integer, number, section
+from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, TEXT, Key, RowLoss, integer, number, section
 
 __all__ = ["TOOL_ROWS"]
 
 
-def _switches(keep: Keep, **meanings: str) -> dict[str, Key]:
-    return {name: Key(BOOLEAN, False, meaning, keep) for name, meaning in meanings.items()}
+def _switches(loss: RowLoss, **meanings: str) -> dict[str, Key]:
+    return {name: Key(BOOLEAN, False, meaning, loss) for name, meaning in meanings.items()}
 
 
 _COMPILE = {

@@ -173,7 +173,7 @@ def _options(reader: DeepSpeedReader, name: str, built_in: bool) -> Setting[Any]
             reader.refuse(key, "DeepSpeed refuses it there: use gradient_clipping at the top")
         elif built_in and row is None:
             reader.refuse(key, f"{name} takes no such argument.{did_you_mean(argument, OPTIMIZER_PARAMS)}")
-        elif row is None or not (row.keep or argument in _FOR_ADAM):
+        elif row is None or not (row.loss or argument in _FOR_ADAM):
             raw = reader.flat[key]
             options[argument] = raw if row is None or raw is None else reader.take(key).value
             keys.append(key)

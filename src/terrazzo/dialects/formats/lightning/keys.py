@@ -95,7 +95,7 @@ _HARMLESS: Rows = {
     "model_registry": (None, "where checkpoints are registered"),
 }
 TRAINER = {
-    **{name: replace(row, keep="lossy") for name, row in section("", _READ).items()},  # beside a `trainer` section
+    **{name: replace(row, loss="lossy") for name, row in section("", _READ).items()},  # beside a `trainer` section
     **section("", _OTHER, "lossy"),
     **section("", _HARMLESS, "harmless"),
 }

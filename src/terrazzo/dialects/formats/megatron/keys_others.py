@@ -34,7 +34,7 @@ class SharedMeaning(NamedTuple):
     """Arguments that share a meaning, and what another dialect loses with each. See `Key`."""
 
     meaning: str
-    keep: Loss
+    loss: Loss
     why: str
     names: str
 
@@ -366,7 +366,7 @@ def _rows(family: SharedMeaning) -> dict[str, Key]:
     rows = {}
     for name, takes, default in (word.partition("=") for word in family.names.split()):
         kind = ANY if takes else BOOLEAN
-        rows[name] = Key(kind, _value(default) if takes else False, family.meaning, family.keep, family.why)
+        rows[name] = Key(kind, _value(default) if takes else False, family.meaning, family.loss, family.why)
     return rows
 
 

@@ -339,9 +339,9 @@ KEYS: dict[str, Key] = {
     **dict.fromkeys(("fsdp_config.xla_fsdp_settings.*", "fsdp_config.fsdp_xla_fsdp_settings.*"), Key(ANY, None, "")),
     **section("accelerator_config", _ACCELERATOR, "lossy"),
     **section("parallelism_config", _PARALLELISM),
-    **{key: replace(row, keep="lossy", why=_OWN) for key, row in section("distributed_config", DISTRIBUTED).items()},
+    **{key: replace(row, loss="lossy", why=_OWN) for key, row in section("distributed_config", DISTRIBUTED).items()},
     **{
-        f"{name}.*": replace(FIELDS[name], keep=FIELDS[name].keep or "lossy", why=FIELDS[name].meaning, meaning="")
+        f"{name}.*": replace(FIELDS[name], loss=FIELDS[name].loss or "lossy", why=FIELDS[name].meaning, meaning="")
         for name in _BELOW
     },
     "gradient_checkpointing_kwargs.*": Key(ANY, None, ""),
