@@ -27,5 +27,6 @@ What is watched, since it would give wrong numbers without an error:
     dropout               ranks that drop the same, or other, activations
     first_forwards        how the first forwards of a model are watched
     gradient_parts        operations that mix parts of a gradient with all of it
+    channels/             operations that take a rank's channels for all of them, between a `colwise` and a `rowwise`
     direct_weight_use     code that computes with a part of a weight without calling its module
 """

@@ -14,6 +14,8 @@ from terrazzo.engine.instrumentation.label import Label
 from terrazzo.marks import SHARES_MATRICES
 from terrazzo.parallel.local_parameters import replaced_by_part, watch_states
 from terrazzo.parallel.peft_adapters import layer_of
+from terrazzo.parallel.tensor.activation_exchanges import runs_of
+from terrazzo.parallel.tensor.channels.channel_parts import ChannelParts, Run
 from terrazzo.parallel.tensor.direct_weight_use import DirectUse
 from terrazzo.parallel.tensor.dropout import fork_dropout, has_dropout
 from terrazzo.parallel.tensor.embedding_rows import look_up_part
@@ -151,10 +153,36 @@ def _watches(cuts: TensorCuts) -> list[BuildWatch]:
     used_in_part = {name: list(cuts.model.get_submodule(name)._parameters) for name in cuts.rows}
     users = [name for name, _, _ in cuts.named(Logits)]
     direct_use = DirectUse(_cut_attributes(cuts), used_in_part, users, _summed_attributes(cuts))
+    channels = _channel_parts(cuts)
     if cuts.ranks.is_simulated:
-        return [direct_use]
+        return [channels, direct_use]
     draws = [] if has_dropout(cuts.model) else [SameDraws(cuts.ranks)]
-    return [*draws, _gradient_parts(cuts), direct_use]
+    return [*draws, channels, _gradient_parts(cuts), direct_use]
+
+
+def _channel_parts(cuts: TensorCuts) -> ChannelParts:
+    columns = {
+        name: _runs(cuts, name, module, style) for name, module, style in cuts.named(Colwise) if not style.completes
+    }
+    for name, _, style in cuts.named(Logits):
+        if isinstance(style, Logits) and not style.gathered:
+            start, stop = runs_of(style.numel, cuts.ranks.size)[cuts.ranks.rank]
+            columns[name] = [Run(stop - start, None)]
+    rows = [name for name, _, style in cuts.named(Rowwise) if not style.takes_part]
+    return ChannelParts(columns, rows, cuts.ranks.size)
+
+
+def _runs(cuts: TensorCuts, name: str, module: Any, style: Any) -> list[Run]:
+    """What this rank computes of each matrix that is fused into one of style `colwise`."""
+    if name in cuts.rows:
+        start, stop = cuts.rows[name]
+        return [Run(stop - start, 1)]
+    parts = style.parts or (module.out_features,)
+    heads = style.heads if isinstance(style.heads, tuple) else (style.heads,) * len(parts)
+    size, rank = cuts.ranks.size, cuts.ranks.rank
+    intervals = [runs_of(part, size)[rank] for part in parts]
+    counts = [None if count is None else count // size for count in heads]
+    return [Run(stop - start, count) for (start, stop), count in zip(intervals, counts, strict=True)]
 
 
 def _gradient_parts(cuts: TensorCuts) -> GradientParts:

@@ -1,0 +1,147 @@
+"""Finds models that compute with a part of the channels as if it were all of them, between a `colwise` and a `rowwise`.
+
+There each rank has a part of the channels: `softmax(-1)`, `mean(-1)` or a norm over them would be of this rank's alone,
+`flip(-1)` or the halves of a fused matrix other channels than of the whole, without an error. First forwards are
+watched. What `channel_rules` does not follow is not looked at, such as autograd functions of a model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from terrazzo.engine.runtime.overrides import arguments, function_name, is_question
+from terrazzo.engine.runtime.private_torch import tree_leaves
+from terrazzo.errors import Misuse
+from terrazzo.parallel.tensor.arguments import first_activation
+from terrazzo.parallel.tensor.channels.channel_rules import cuts_behind
+from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, FunctionCall, Mixed
+from terrazzo.parallel.tensor.first_forwards import FunctionWatch, has_compiled
+
+__all__ = ["ChannelParts", "Run"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a rank has of the outputs of one matrix: how many, and of how many heads these are, None: not known."""
+
+    numel: int
+    heads: int | None
+
+
+@dataclass(frozen=True)
+class ChannelParts:
+    """Builds a watch of a forward, which raises `Misuse` where an operation mixes channels that ranks have in parts.
+
+    Attributes:
+        columns: modules whose outputs are parts, by name, and what they are of.
+        rows: names of the modules that take such parts.
+        ranks: how many ranks there are along `tp`.
+    """
+
+    columns: Mapping[str, Sequence[Run]]
+    rows: Sequence[str]
+    ranks: int
+
+    def __call__(self, model: nn.Module) -> FunctionWatch | None:
+        if has_compiled(model) or not self.columns:
+            return None
+        watch = _Channels(self.ranks)
+        for name, runs in self.columns.items():
+            watch.add_column(name, model.get_submodule(name), runs)
+        for name in self.rows:
+            watch.add_row(name, model.get_submodule(name))
+        return watch
+
+
+class _Channels(FunctionWatch):
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self._cuts: Any = WeakIdKeyDictionary()
+        self._mixed: Any = WeakIdKeyDictionary()
+        self._within = 0
+
+    def add_column(self, name: str, module: nn.Module, runs: Sequence[Run]) -> None:
+        sizes, heads = tuple(run.numel for run in runs), tuple(run.heads for run in runs)
+
+        def note(output: Any) -> None:
+            for each in tree_leaves(output):
+                if isinstance(each, Tensor) and each.dim() and each.shape[-1] == sum(sizes):
+                    self._cuts[each] = ChannelCut(name, each.dim() - 1, sizes, heads, self._ranks)
+
+        self._run_apart(module)
+        self.after(module, note)
+
+    def add_row(self, name: str, module: nn.Module) -> None:
+        self.before(module, lambda args, kwargs: self._check_row(name, first_activation(args, kwargs)))
+        self._run_apart(module)
+
+    def _run_apart(self, module: nn.Module) -> None:
+        """A module whose own functions are not looked at."""
+
+        def count(by: int) -> None:
+            self._within += by
+
+        self.before(module, lambda *_: count(1), first=True)
+        self.after(module, lambda _: count(-1), always=True)
+
+    def _check_row(self, name: str, values: Tensor | None) -> None:
+        if values is None:
+            return
+        if (mixed := self._mixed.get(values)) is not None:
+            raise mixed
+        cut: ChannelCut | None = self._cuts.get(values)
+        if cut is not None and (cut.dim != values.dim() - 1 or len(cut.sizes) > 1):
+            raise Misuse(
+                f"{name!r}, of style 'rowwise', is given what {cut.name!r} has computed with channels in another "
+                "order: it would multiply its part of the inputs with channels of other ranks. Give it one channel of "
+                f"each rank's part after the other, as {cut.name!r} returns them, or give neither a style."
+            )
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._within or is_question(func):
+            return result
+        call = FunctionCall(_name_of(func), args, kwargs or {}, result, self._cuts.get)
+        given = [each for each in arguments(args, kwargs) if isinstance(each, Tensor)]
+        mixed = next((found for each in given if (found := self._mixed.get(each)) is not None), None)
+        if mixed is not None and any(self._cuts.get(each) is not None for each in given):
+            raise mixed
+        try:
+            behind = cuts_behind(call)
+        except Mixed as error:
+            mixed, behind = _misuse(call.name, error), []
+        if mixed is not None:
+            self._note_mixed(call, mixed)
+        for each, cut in behind:
+            self._cuts[each] = cut
+        return result
+
+    def _note_mixed(self, call: FunctionCall, refused: Misuse) -> None:
+        """What is detached may only be read, as for a log: it is refused where the model goes on to compute with it."""
+        for each in call.results:
+            if each.requires_grad:
+                raise refused
+            self._mixed[each] = refused
+
+
+def _name_of(func: Any) -> str:
+    """The name of a function in the rules: the plain one of operators, methods in place and submodules of torch."""
+    return function_name(func).strip("_").removeprefix("fft_").removeprefix("linalg_").removeprefix("special_")
+
+
+def _misuse(name: str, error: Mixed) -> Misuse:
+    column = error.cut.name
+    return Misuse(
+        f"The model's forward calls {name} on what {column!r}, of style 'colwise', has computed: that {error.does}. "
+        f"Give {column!r} the style 'colwise_gather_output' and the 'rowwise' behind it 'rowwise_split_input', so that "
+        "every rank has all channels between them, or give neither a style. Matrices that are fused into one need "
+        "terrazzo.parallel.Colwise(parts=...); and what is only read, as for a log, a .detach() before."
+    )

@@ -1,0 +1,131 @@
+"""The dim of a tensor that ranks have in parts, and one call of one of torch's functions with such tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["ChannelCut", "ChannelCuts", "FunctionCall", "Mixed", "leaves", "merged"]
+
+
+@dataclass(frozen=True)
+class ChannelCut:
+    """The dim of a tensor along which each rank has a part.
+
+    Attributes:
+        name: of the module that computed it first.
+        dim: from the left.
+        sizes: what this rank has of each of the runs that the whole dim is made of: of several matrices that are fused
+            into one, or of each sequence where these were put before the heads.
+        heads: of each run that is channels, of how many heads they are on this rank; None: that is not known.
+        ranks: how many there are.
+        in_heads: whether the dim is of heads already, or of channels that came from there.
+    """
+
+    name: str
+    dim: int
+    sizes: tuple[int, ...]
+    heads: tuple[int | None, ...]
+    ranks: int
+    in_heads: bool = False
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+    def between(self, start: int, stop: int) -> ChannelCut:
+        """That of the elements from `start` to `stop` of the dim, which must be whole runs."""
+        ends = [0]
+        for size in self.sizes:
+            ends.append(ends[-1] + size)
+        if start not in ends or stop not in ends:
+            raise Mixed(self, "takes channels by their places, and each rank has other ones there")
+        first, last = ends.index(start), ends.index(stop)
+        return replace(self, sizes=self.sizes[first:last], heads=self.heads[first:last])
+
+
+class Mixed(Exception):
+    """A function computes with channels of this rank where it would with those of others.
+
+    Attributes:
+        cut: of the tensor that has them.
+        does: what the function does with them.
+    """
+
+    def __init__(self, cut: ChannelCut, does: str) -> None:
+        super().__init__(does)
+        self.cut, self.does = cut, does
+
+
+ChannelCuts = list[tuple[Tensor, ChannelCut]]
+"""The results of a call that ranks have in parts."""
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """One call of one of torch's functions.
+
+    Attributes:
+        name: of the function, of a method that changes its tensor without the `_` behind it.
+        cut_of: the dim that ranks have in parts, of a tensor of which that is known.
+    """
+
+    name: str
+    args: Sequence[Any]
+    named: Mapping[str, Any]
+    result: Any
+    cut_of: Callable[[Tensor], ChannelCut | None]
+
+    def argument(self, place: int, *names: str, default: Any = None) -> Any:
+        """The argument at a place, or under a name."""
+        for name in names:
+            if name in self.named:
+                return self.named[name]
+        return self.args[place] if len(self.args) > place else default
+
+    def numbers(self, place: int, *names: str) -> Any:
+        """The numbers from a place on, or under a name: several arguments, or one sequence of them."""
+        rest = self.args[place:]
+        return tuple(rest) if len(rest) > 1 else self.argument(place, *names, default=())
+
+    @property
+    def first(self) -> Tensor:
+        found: Tensor = self.args[0] if self.args else next(iter(self.named.values()))
+        return found
+
+    def dims(self, given: Any, tensor: Tensor | None = None) -> list[int]:
+        """Dims from the left; all of them where none are given."""
+        count = (self.first if tensor is None else tensor).dim()
+        if given is None or given == ():
+            return list(range(count))
+        return [each % max(count, 1) for each in (given if isinstance(given, list | tuple) else [given])]
+
+    @property
+    def results(self) -> list[Tensor]:
+        return [each for each in leaves(self.result) if isinstance(each, Tensor)]
+
+    @property
+    def cut(self) -> ChannelCut | None:
+        """That of the first argument."""
+        return self.cut_of(self.first) if isinstance(self.first, Tensor) else None
+
+
+def leaves(values: Any) -> list[Any]:
+    """What is in nested lists and tuples."""
+    if isinstance(values, list | tuple):
+        return [leaf for each in values for leaf in leaves(each)]
+    return [values]
+
+
+def merged(cuts: Sequence[ChannelCut], result: Tensor) -> ChannelCut:
+    """That of a result of tensors that are broadcast."""
+    widest = max(cuts, key=lambda cut: cut.numel)
+    for other in cuts:
+        if other.dim != widest.dim or (other.numel == widest.numel and other.sizes != widest.sizes):
+            raise Mixed(widest, f"puts channels together with other channels, those of {other.name!r}")
+    if result.shape[widest.dim] != widest.numel:
+        raise Mixed(widest, "puts this rank's one channel together with all of another tensor")
+    return widest

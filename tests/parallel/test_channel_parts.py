@@ -1,0 +1,225 @@
+"""What computes with channels between a `colwise` and a `rowwise`: right as on one process, or refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import terrazzo as tz
+from terrazzo.parallel import Colwise
+from tests.helpers.threads import run_in_threads
+
+B, T, WIDTH, HEAD = 2, 6, 16, 4
+
+
+class Between(nn.Module):
+    """`between` computes with the outputs of `up`, and `down` with what it returns."""
+
+    def __init__(self, between, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up, self.between = nn.Linear(8, WIDTH), between
+        self.down = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(self.up(x)))
+
+
+def inputs() -> Tensor:
+    return torch.randn(B, T, 8, generator=torch.Generator().manual_seed(5))
+
+
+def run(between, width: int, column, grad: bool = True):
+    """Each rank's output and gradient of its rows of `up`."""
+    base = Between(between, width)
+
+    def body(rank: int):
+        plan = {"up": column, "down": "rowwise"}
+        model = tz.parallelize(copy.deepcopy(base), tz.mesh(tp=2, device="cpu"), tensor=plan)
+        with torch.set_grad_enabled(grad):
+            output = model(inputs())
+        if grad:
+            output.square().sum().backward()
+        return output.detach(), model.up.weight.grad
+
+    return base, run_in_threads(2, body)
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.view(B, T, -1, HEAD).transpose(1, 2)
+
+
+def joined(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).reshape(B, T, -1)
+
+
+def attention(x: Tensor) -> Tensor:
+    q, mask = heads(x), torch.ones(T, T).triu(1).bool()
+    scores = (q @ q.transpose(-1, -2) / math.sqrt(HEAD)).masked_fill(mask, float("-inf"))
+    return joined(scores.triu().softmax(-1) @ q)
+
+
+def flattened(x: Tensor) -> Tensor:
+    q = heads(x).reshape(-1, T, HEAD)
+    out = torch.bmm(torch.bmm(q, q.transpose(1, 2)).softmax(-1), q)
+    return joined(out.view(B, -1, T, HEAD))
+
+
+def products(x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (-1, HEAD))
+    scores = torch.einsum("bthd,bshd->bhts", q, q).softmax(dim=-1)
+    return torch.einsum("...hts,...shd->...thd", scores, q).flatten(-2)
+
+
+def rotated(x: Tensor) -> Tensor:
+    q = x.view(*x.shape[:-1], -1, HEAD)
+    one, other = q.chunk(2, dim=-1)
+    angles = torch.arange(T * HEAD, dtype=torch.float32).view(T, 1, HEAD)
+    return (q * angles.cos() + torch.cat([-other, one], -1) * angles.sin()).reshape(B, T, -1)
+
+
+def grouped(x: Tensor) -> Tensor:
+    k = heads(x)
+    more = k[:, :, None].expand(B, k.shape[1], 2, T, HEAD).reshape(B, -1, T, HEAD)
+    same = k.repeat_interleave(2, dim=1)
+    return joined(F.scaled_dot_product_attention(more, same, more, is_causal=True))
+
+
+def logged(x: Tensor) -> Tensor:
+    assert x.detach().abs().max().item() > 0
+    return x.relu()
+
+
+def stacked(x: Tensor) -> Tensor:
+    pairs = torch.stack([x.sin(), x.cos()], dim=1)
+    one, other = pairs.unbind(1)
+    return one * other + pairs[:, 0] + pairs.select(1, 1) + pairs.sum(1) + pairs.movedim(1, 0)[1]
+
+
+RIGHT = {
+    "gated": lambda x: F.silu(x) * x.tanh(),
+    "dropped": lambda x: F.dropout(F.gelu(x), 0.0),
+    "norm-of-heads": lambda x: F.rms_norm(x.view(B, T, -1, HEAD), (HEAD,)).flatten(2),
+    "normal-heads": lambda x: joined(F.normalize(heads(x), dim=-1) - heads(x).mean(-1, keepdim=True)),
+    "attention": attention,
+    "flattened": flattened,
+    "products": products,
+    "rotated": rotated,
+    "stacked": stacked,
+    "logged": logged,
+    "tokens": lambda x: x.softmax(1) - x.mean(1, keepdim=True) + x.roll(1, 1) + x.flip(1) + x.cumsum(dim=1),
+    "shifted": lambda x: F.pad(x[:, :-1], (0, 0, 1, 0)) + torch.where(x > 0, x, 0.1 * x),
+    "convolved": lambda x: F.avg_pool1d(x.mT, 3, 1, 1).permute(0, 2, 1) + x.squeeze(-1) + x[:, :, None].squeeze(2),
+    "one-token": lambda x: x - x[:, -1:] + x.amax(1, keepdim=True).detach(),
+    "rows": lambda x: x.view(-1, x.shape[-1]).clamp(-1, 1).view(B, T, -1),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_keeps_channels_apart_is_as_in_one_process(name: str) -> None:
+    check(RIGHT[name], WIDTH, "colwise")
+
+
+def check(between, width: int, column) -> None:
+    base, found = run(between, width, column)
+    wanted = base(inputs())
+    wanted.square().sum().backward()
+    parts = base.up.weight.grad.view(*column_parts(column), -1, 8)
+    for rank, (output, gradient) in enumerate(found):
+        torch.testing.assert_close(output, wanted.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradient, parts.chunk(2, -2)[rank].reshape(-1, 8), rtol=1e-4, atol=1e-5)
+
+
+def column_parts(column):
+    return (len(column.parts),) if isinstance(column, Colwise) and column.parts else ()
+
+
+def halves(x: Tensor) -> Tensor:
+    gate, up = x.split(x.shape[-1] // 2, -1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize(
+    ("between", "width", "column"),
+    [
+        (halves, 8, Colwise(parts=(8, 8))),
+        (F.glu, 8, Colwise(parts=(8, 8))),
+        (lambda x: x[..., : x.shape[-1] // 2] * x[..., x.shape[-1] // 2 :], 8, Colwise(parts=(8, 8))),
+        (lambda x: x.view(B, T, 2, -1).prod(2), 8, Colwise(parts=(8, 8))),
+        (lambda x: x[..., ::2] * x[..., 1::2], 8, "colwise"),
+        (lambda x: grouped(x), 32, "colwise"),
+        (lambda x: joined(x.view(B, T, x.shape[-1] // HEAD, HEAD).transpose(1, 2).sin()), WIDTH, Colwise(heads=4)),
+        (lambda x: joined(x.view(B, T, 2, -1, HEAD).sum(2).transpose(1, 2)), 8, Colwise(parts=(8, 8), heads=2)),
+    ],
+    ids=["split", "glu", "slices", "view", "every-second", "grouped", "heads", "parts-of-heads"],
+)
+def test_parts_and_heads_that_the_plan_names_are_followed(between, width: int, column) -> None:
+    check(between, width, column)
+
+
+def one_head(x: Tensor) -> Tensor:
+    return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+
+WRONG = {
+    "softmax": (lambda x: x.softmax(-1), WIDTH),
+    "log_softmax": (lambda x: F.log_softmax(x, dim=2), WIDTH),
+    "mean": (lambda x: x - x.mean(-1, keepdim=True), WIDTH),
+    "pow-mean": (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, True) + 1e-6), WIDTH),
+    "cumsum": (lambda x: x.cumsum(-1), WIDTH),
+    "flip": (lambda x: x.flip(-1), WIDTH),
+    "flip-two": (lambda x: x.flip(1, 2), WIDTH),
+    "roll": (lambda x: x.roll(1, -1), WIDTH),
+    "sort": (lambda x: x.sort().values, WIDTH),
+    "layer_norm": (lambda x: F.layer_norm(x, x.shape[-1:]), WIDTH),
+    "rms_norm": (lambda x: F.rms_norm(x, x.shape[2:]), WIDTH),
+    "normalize": (lambda x: F.normalize(x, dim=-1), WIDTH),
+    "chunk": (lambda x: x.chunk(2, -1)[0] * x.chunk(2, -1)[1].sigmoid(), 8),
+    "slices": (lambda x: x[..., : x.shape[-1] // 2] * x[..., x.shape[-1] // 2 :], 8),
+    "split": (halves, 8),
+    "glu": (F.glu, 8),
+    "one-head": (one_head, WIDTH),
+    "sdpa": (lambda x: F.scaled_dot_product_attention(x, x, x), WIDTH),
+    "einsum": (lambda x: torch.einsum("btc,bsc->bts", x, x).softmax(-1) @ x, WIDTH),
+    "all-heads": (lambda x: F.normalize(x.view(B, T, 4, -1), dim=-1).flatten(2), WIDTH),
+    "over-heads": (lambda x: joined(heads(x).softmax(1)), WIDTH),
+    "first-head": (lambda x: joined(heads(x) * heads(x)[:, :1]), WIDTH),
+    "two-heads": (lambda x: joined(heads(x) + heads(x)[:, [1]]), WIDTH),
+    "fused": (lambda x: x.view(B, T, 2, -1).prod(2), 8),
+    "heads-last": (lambda x: heads(x).permute(0, 2, 3, 1).reshape(B, T, -1), WIDTH),
+    "twice": (lambda x: torch.cat([x.sin(), x.cos()], -1), 2 * WIDTH),
+    "detached": (lambda x: x / (x.detach().abs().amax(-1, keepdim=True) + 1), WIDTH),
+    "read-alone": (lambda x: x * x.detach().norm().clamp(min=1.0), WIDTH),
+    "maximum": (lambda x: x - x.max(-1, keepdim=True)[0], WIDTH),
+    "padded": (lambda x: F.pad(x, (1, 0))[..., :-1], WIDTH),
+    "fft": (lambda x: torch.fft.fft(x).real, WIDTH),
+    "topk": (lambda x: x * (x >= x.topk(2).values[..., -1:]), WIDTH),
+    "gathered": (lambda x: x.gather(-1, x.argsort(-1)), WIDTH),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_mixes_channels_is_refused(name: str, grad: bool) -> None:
+    between, width = WRONG[name]
+    with torch.no_grad():
+        values = Between(between, width).up(inputs())
+        side_by_side = torch.cat([between(half) for half in values.chunk(2, -1)], -1)
+        assert not torch.allclose(side_by_side, between(values))  # so without an error it would be wrong
+
+    with pytest.raises(tz.Misuse, match=r"'up'.*(colwise_gather_output|give neither a style)"):
+        run(between, width, "colwise", grad)
+
+
+def test_a_view_as_all_heads_of_which_a_rank_has_some_is_refused() -> None:
+    def between(x: Tensor) -> Tensor:  # as einops' rearrange(x, "b t (h d) -> b t h d", h=4) does
+        return x.reshape(B, T, 4, x.shape[-1] // 4).softmax(-1).flatten(2)
+
+    for column in ("colwise", Colwise(heads=4)):
+        with pytest.raises(tz.Misuse, match=r"calls reshape .*makes heads of channels.*Colwise\(heads=n\)"):
+            run(between, WIDTH, column)
