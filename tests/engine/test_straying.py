@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -414,6 +415,35 @@ def test_a_step_that_one_rank_leaves_out_is_named(plan: str) -> None:
 
     with pytest.raises(tz.RanksApart, match=r"optimizer\.step\(\) has been called .* times here, and from 1 to 2"):
         on_ranks(2, body)
+
+
+def leaving_out(plan: str, left_out: str) -> tuple[str, float]:
+    """What is said where the second rank leaves out a step or a backward, and after how long; run by each process."""
+    rank, model = dist.get_rank(), Routed()
+    model.route = [0, 1]
+    sharded, optimizer = tz.shard(model, adamw(model.parameters()), plan)
+    start = time.monotonic()
+    try:
+        for number in range(3):
+            skipped = left_out if (number, rank) == (1, 1) else ""
+            loss = loss_of(sharded, batch(number, rank))
+            if skipped != "backward":
+                loss.backward()
+            if skipped != "step":
+                optimizer.step()
+    except tz.RanksApart as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+@pytest.mark.parametrize(("plan", "left_out"), [("zero1", "step"), ("zero2", "backward")])
+def test_what_one_rank_leaves_out_where_weights_are_whole_is_named_at_once(
+    two_processes: Pool, plan: str, left_out: str
+) -> None:
+    for said, seconds in two_processes.run(leaving_out, plan, left_out, timeout_s=60.0):
+        assert "updated weights of" in said and "gradient of unit" in said, said
+        assert seconds < 30  # nobody waits for a collective's timeout
+    two_processes.close()  # their connections have broken
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3", "zero3@cpu"])

@@ -51,12 +51,14 @@ class Columns:
         """Chunks that are put together to be sent, in a reduction."""
         return self._slots * self.width if self.width > 1 else 0
 
-    def gather(self, group: dist.ProcessGroup, stamp: Stamp, near: Mapping[int, Neighbour], full: Tensor) -> None:
-        """Fill `full` from every rank's own chunk of it."""
+    def gather(
+        self, group: dist.ProcessGroup, stamp: Stamp, near: Mapping[int, Neighbour], full: Tensor, kind: str = "gather"
+    ) -> None:
+        """Fill `full` from every rank's own chunk of it, among the exchanges of that kind."""
         chunks = full.view(-1, full.numel() // (len(self.rows) * self.width))
         own = chunks[self.rank]
         self._rounds(group, stamp, lambda turn, rank: own, lambda row: chunks[row[self._column]])
-        with memories_of(near, "gather", full, stamp.label) as memories:
+        with memories_of(near, kind, full, stamp.label) as memories:
             for other, memory in memories.items():
                 for row in self.rows:
                     source = row[self.own_row.index(other)]

@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from terrazzo.engine.comm.host.neighbours import Memory, Neighbour, find_neighbo
 from terrazzo.engine.comm.sums import add_in_order, divide
 from terrazzo.engine.comm.tags import EXCHANGES, NEVER_SENT
 from terrazzo.engine.comm.transfer import Handle, Moves
-from terrazzo.engine.instrumentation.label import Stamp, moving
+from terrazzo.engine.instrumentation.label import Purpose, Stamp, moving
 from terrazzo.engine.instrumentation.times import Moments, Times
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.engine.runtime.device import HOST
@@ -73,12 +74,11 @@ class GlooCollectives(Collectives):
                 yield f"{neighbour.name}: {why}"
 
     def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
-        chunks, times = self._chunks(full), self.traffic.times_of(self.axis, kind)
+        chunks, times, turn = self._chunks(full), self.traffic.times_of(self.axis, kind), _turn_of(kind)
         if (columns := self._columns) is not None:
-            stamp = self._stamp("gather")
-            yield self._in_thread(
-                "gather", lambda _: columns.gather(self.group, stamp, self._near, full), [full], times
-            )
+            stamp = self._stamp(turn)
+            go = functools.partial(columns.gather, self.group, stamp, self._near, full, turn)
+            yield self._in_thread(turn, lambda _: go(), [full], times)
             return full
 
         def fill(sources: Sequence[_Source]) -> None:
@@ -86,7 +86,7 @@ class GlooCollectives(Collectives):
                 if isinstance(source, Memory):
                     source.read(0, chunk)
 
-        yield self._exchange("gather", [chunks[self.rank]] * self.size, chunks, fill, times)
+        yield self._exchange(turn, [chunks[self.rank]] * self.size, chunks, fill, times)
         return full
 
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves[Tensor]:
@@ -111,8 +111,7 @@ class GlooCollectives(Collectives):
                     source.read(0, chunk)
 
         sizes, times = [chunk.nbytes for chunk in arriving], self.traffic.times_of(self.axis, kind)
-        turn = "reduce" if kind == "reduce_scatter" else "gather"
-        yield self._exchange(turn, going, arriving, fill, times, sizes)
+        yield self._exchange(_turn_of(kind), going, arriving, fill, times, sizes)
 
     def _sum_chunks(self, full: Tensor, total: Tensor, denominator: float, kind: str) -> Moves[Tensor]:
         """Sum this rank's chunk of every rank's `full` into `total`, which may be that chunk, and divide."""
@@ -232,6 +231,15 @@ class GlooCollectives(Collectives):
             times.recorder.done(times.track, ordinal, begun, moments.ready)
 
         return Handle([self._workers[kind].submit(job)], keep, times, moments=moments)
+
+
+def _turn_of(kind: str) -> Literal["gather", "reduce"]:
+    """With which exchanges one comes in turn: those meet that are not alike.
+
+    Updated weights come with gradients, beside which there are none: whose rank has left out a step, or a backward,
+    meets the gradients of others, or they its own. Else each would wait, for the one in one order, and in the other.
+    """
+    return "reduce" if kind == "reduce_scatter" or moving.get().purpose is Purpose.UPDATED else "gather"
 
 
 def _name_of(rank: int, of_job: int) -> str:
