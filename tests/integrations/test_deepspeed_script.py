@@ -137,6 +137,7 @@ def test_an_error_ends_the_script_with_its_code_and_says_where_it_came_from_if_i
     script.write_text(f"import terrazzo\nraise terrazzo.{kind}('what happened')\n")
     for name in ("path", "argv"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     with pytest.raises(SystemExit) as ended:
         run_and_exit(become, [str(script)])
     said = capsys.readouterr().err

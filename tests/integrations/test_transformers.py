@@ -157,13 +157,14 @@ def _script(folder: Path) -> None:
     for_accelerate()
     words = "--use_cpu --report_to none --disable_tqdm True --logging_steps 1 --save_strategy no --max_steps 4 --seed 5"
     words += " --per_device_train_batch_size 2 --learning_rate 1e-2 --output_dir"
-    theirs, argv, first = transformers.Trainer, list(sys.argv), sys.path[0]
+    theirs, argv, first, ours = transformers.Trainer, list(sys.argv), sys.path[0], sys.modules["__main__"]
     try:
         main(["--plan", "zero3", str(folder / "script.py"), *words.split(), str(folder / "out")])
     finally:
         transformers.Trainer = transformers.trainer.Trainer = theirs
         TerrazzoTrainerMixin.terrazzo = TerrazzoArguments()
         sys.argv[:], sys.path[0] = argv, first
+        sys.modules["__main__"] = ours
 
 
 def _script_and_run(folder: Path) -> list[float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import py_compile
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -111,11 +113,46 @@ def test_a_child_watches_its_parent_where_the_kernel_does_not(tmp_path: Path) ->
     assert_ends(child, 10)
 
 
-def test_modules_and_files_see_the_arguments_and_paths_that_python_gives_them(tmp_path: Path) -> None:
-    path = script(tmp_path, "import sys; print(__name__, sys.argv[1:], sys.path[0])")
-    for arguments in (["-m", "script", "a", "b"], [path, "a", "b"]):
-        said = [
-            subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True).stdout
-            for command in ([sys.executable, *arguments], tether.tethered(*arguments))
-        ]
-        assert said[0] == said[1] != ""
+SHOWS = """
+from __future__ import annotations
+import os, pickle, sys, threading
+class Mine: pass
+def go_on():
+    threading.main_thread().join()
+    print(type(pickle.loads(pickle.dumps(Mine()))) is Mine, globals() is vars(sys.modules["__main__"]))
+os.chdir("/")
+print(__name__, __file__, os.path.exists(__file__), __package__, __spec__ and __spec__.name, type(__loader__).__name__)
+print(sys.argv, sys.path[0])
+threading.Thread(target=go_on).start()
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["script.py a b", "-m script a -m", "-m package", "-m package.part", "folder a", "archive.zip a", "compiled.pyc"],
+)
+def test_modules_and_files_are_main_as_python_has_it(words: str, tmp_path: Path) -> None:
+    """By relative paths, after a change of folder, and in a thread that goes on after the last line."""
+    path = script(tmp_path, SHOWS)
+    for name in ("package", "folder"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__main__.py").write_text(SHOWS)
+    (tmp_path / "package/__init__.py").touch()
+    (tmp_path / "package/part.py").write_text(SHOWS)
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.writestr("__main__.py", SHOWS)
+    py_compile.compile(path, str(tmp_path / "compiled.pyc"))
+    said = [
+        subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True).stdout
+        for command in ([sys.executable, *words.split()], tether.tethered(*words.split()))
+    ]
+    assert said[0] == said[1]
+    assert said[0].endswith("True True\n")
+
+
+def test_what_is_no_module_is_said(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for words, what in (("-m nothing", "No module named nothing"), ("folder", "No module named __main__")):
+        command = tether.tethered(*words.split())
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"ImportError: {what}")

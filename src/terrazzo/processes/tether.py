@@ -6,12 +6,16 @@ the parent gives its own pid, and this file is run by its path, before anything 
 
 from __future__ import annotations
 
+import io
 import os
-import runpy
+import pkgutil
 import signal
 import sys
 import threading
 import time
+from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from types import CodeType
 
 __all__ = ["PARENT", "become", "interpreter_flags", "tethered", "tie"]
 
@@ -85,15 +89,65 @@ def _watch(parent: int) -> None:
 
 
 def become(arguments: list[str]) -> None:
-    """Run `-m`, a module and its arguments, or a file and its arguments, in this process, as `python` would."""
+    """Run `-m`, a module and its arguments, or a file and its arguments, in this process, as `python` would.
+
+    `runpy` takes the `__main__` that it has made back at the last line, while threads may go on: here it stays.
+    """
     is_module = arguments[0] == "-m"
     sys.argv = arguments[1:] if is_module else list(arguments)
+    target = sys.argv[0]
+    importer = None if is_module else pkgutil.get_importer(os.path.abspath(target))  # of a folder, or an archive
     if not sys.flags.safe_path:  # whatever was run first gives way to what Python itself would have put there
-        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(arguments[0]))
-    if is_module:
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
+    if importer is not None:
+        sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.abspath(target)]
+        spec, code = _in_module("__main__", importer.find_spec("__main__"))
+    elif is_module:
+        spec, code = _of_module(target)
+        sys.argv[0] = str(spec.origin)
     else:
-        runpy.run_path(arguments[0], run_name="__main__")
+        spec, code = _of_file(target)
+    main = module_from_spec(spec)
+    if spec.name == "__main__" and importer is None:  # a file is no module to anybody
+        main.__package__ = main.__spec__ = None
+    main.__name__ = "__main__"
+    sys.modules["__main__"] = main
+    exec(code, vars(main))
+
+
+def _of_module(name: str) -> tuple[ModuleSpec, CodeType]:
+    """The spec and the code of what `-m` runs: of a package its `__main__`."""
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        spec = find_spec(name)
+    return _in_module(name, spec)
+
+
+def _in_module(name: str, spec: ModuleSpec | None) -> tuple[ModuleSpec, CodeType]:
+    """The spec of a module, and its code.
+
+    Raises:
+        ImportError: there is none.
+    """
+    get_code = getattr(spec and spec.loader, "get_code", None)
+    code = get_code(name) if get_code is not None else None
+    if spec is None or code is None:
+        raise ImportError(f"No module named {name}" if spec is None else f"No code object available for {name}")
+    return spec, code
+
+
+def _of_file(path: str) -> tuple[ModuleSpec, CodeType]:
+    """The same of a file. Its path is absolute from here on: a script may change the folder."""
+    path = os.path.abspath(path)
+    if path.endswith(".pyc"):
+        return _in_module(
+            "__main__", spec_from_file_location("__main__", path, loader=SourcelessFileLoader("__main__", path))
+        )
+    spec = spec_from_file_location("__main__", path, loader=SourceFileLoader("__main__", path))
+    assert spec is not None
+    with io.open_code(path) as file:
+        return spec, compile(file.read(), path, "exec", dont_inherit=True)
 
 
 def _main() -> None:

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
@@ -37,7 +38,7 @@ def own_frames(error: BaseException, trace: TracebackType | None) -> TracebackTy
     return trace
 
 
-_LAUNCHERS = {__file__, tether.__file__, "<frozen runpy>"}
+_LAUNCHERS = {__file__, tether.__file__, "<frozen runpy>", find_spec.__code__.co_filename}
 _PACKAGE = os.path.join(str(Path(__file__).parents[2]), "")
 
 
