@@ -13,7 +13,17 @@ from functools import cached_property
 from typing import NamedTuple
 
 from terrazzo.config import without_passwords
-from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED, meaning_of, reason_of, signal_name
+from terrazzo.exit_codes import (
+    BAD_INPUT,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    PREEMPTED,
+    STALLED,
+    meaning_of,
+    reason_of,
+    signal_name,
+)
 from terrazzo.launch.launcher.local_ranks import LocalRank
 from terrazzo.launch.launcher_pipe import Failure, Milestone, first_failure
 from terrazzo.launch.stopping.notices import Notices, say_now
@@ -177,10 +187,10 @@ def _failed_first(end: RanksAtEnd) -> RunEnd | None:
     stopped = [rank for rank in end.ranks if rank.stopped]
     for rank in stopped:
         say_on_stderr(f"\n{_of_stopped(rank)}")
-    ended_well = [str(rank.rank) for rank in end.ranks if rank.code == 0]
-    if first.lost and ended_well:
-        who = f"Rank{'s' if len(ended_well) > 1 else ''} {listed(ended_well, 8)}"
-        say_on_stderr(f"\n{who} ended before that with exit code 0, and no rank has failed by itself.")
+    ended_well = [(code, [str(rank.rank) for rank in end.ranks if rank.code == code]) for code in (DONE, PREEMPTED)]
+    gone = [f"{_ranks(ranks)} ended before that with exit code {code}" for code, ranks in ended_well if ranks]
+    if first.lost and gone:
+        say_on_stderr(f"\n{', '.join(gone)}, and no rank has failed by itself.")
     elif first.cause and not stopped:
         say_on_stderr(f"\nRank {first.rank} failed first{end.ranks[first.rank].at}: {first.why}")
     return end.ended_by_failure(first, f"rank {first.rank} failed: {first.why}")
@@ -198,6 +208,10 @@ ENDINGS: Sequence[Callable[[RanksAtEnd], RunEnd | None]] = (
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _ranks(names: Sequence[str]) -> str:
+    return f"Rank{'s' if len(names) > 1 else ''} {listed(names, 8)}"
 
 
 def _of_stopped(rank: LocalRank) -> str:
