@@ -32,7 +32,6 @@ DONE = 0
 FAILED = 1
 BAD_INPUT = 2
 BROKEN = 70  # EX_SOFTWARE of sysexits.h
-"""An error of a verb which by `FAILED` would answer a question, such as whether checkpoints differ."""
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
 STALLED = 81
 CORRUPTED = 82
@@ -48,11 +47,13 @@ class ExitRow(NamedTuple):
         reason: its key in `exit.json`.
         meaning: in a few words; also the cause in `exit.json` of a run that went well.
         edit: what to do, in Markdown, for the reference page.
+        ends_runs: whether a run may end with it; others are of verbs that do not train.
     """
 
     reason: str
     meaning: str
     edit: str = ""
+    ends_runs: bool = True
 
 
 _GO_ON = "its last line has the command that goes on from the newest checkpoint"
@@ -62,6 +63,12 @@ EXIT_CODES: dict[int, ExitRow] = {
     FAILED: ExitRow("failed", "the run failed", "read the first failing rank's traceback, the last thing on screen"),
     BAD_INPUT: ExitRow(
         "bad_input", "bad input, and nothing was started", "change it: a paragraph says what was found, and the edit"
+    ),
+    BROKEN: ExitRow(
+        "broken",
+        "the command itself has failed, and its question has no answer",
+        "read the traceback; any verb of `checkpoint` and `config` ends so, as 1 may be an answer there",
+        ends_runs=False,
     ),
     PREEMPTED: ExitRow("preempted", "asked to stop, and saved", "start the same command again: it continues"),
     STALLED: ExitRow(
@@ -87,22 +94,29 @@ EXIT_CODES: dict[int, ExitRow] = {
         "unread",
         "nobody reads the output any more",
         "any verb but `train`, `run` and `profile` ends so, as with `| head`",
+        ends_runs=False,
     ),
 }
 
 
 def reason_of(code: int) -> str:
-    """The key of any code; of one that is not in the table `killed`, if it stands for a signal, else `failed`."""
-    if code in EXIT_CODES:
-        return EXIT_CODES[code].reason
+    """The key of any code of a run; of one without a row `killed`, if it stands for a signal, else `failed`."""
+    if (row := _row_of_run(code)) is not None:
+        return row.reason
     return "killed" if _is_of_signal(code) else EXIT_CODES[FAILED].reason
 
 
 def meaning_of(code: int) -> str:
-    """The meaning of any code in a few words."""
-    if code in EXIT_CODES:
-        return EXIT_CODES[code].meaning
+    """The meaning of any code of a run in a few words."""
+    if (row := _row_of_run(code)) is not None:
+        return row.meaning
     return f"ended by {signal_name(code - 128)}" if _is_of_signal(code) else f"ended with exit code {code}"
+
+
+def _row_of_run(code: int) -> ExitRow | None:
+    """The row of a code with which a run ends by itself: what a library or a signal ends with means something else."""
+    row = EXIT_CODES.get(code)
+    return row if row is not None and row.ends_runs else None
 
 
 def _is_of_signal(code: int) -> bool:
@@ -120,4 +134,4 @@ def signal_name(number: int) -> str:
 
 def exit_codes_text() -> str:
     """The meanings of all exit codes of a run on one line, for `--help`."""
-    return "; ".join(f"{code} {row.meaning}" for code, row in EXIT_CODES.items() if code != UNREAD)
+    return "; ".join(f"{code} {row.meaning}" for code, row in EXIT_CODES.items() if row.ends_runs)

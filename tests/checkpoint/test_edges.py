@@ -52,7 +52,7 @@ def test_a_second_background_save_waits_for_the_first(root: Path, forked: Forked
 
 
 def test_a_writer_leaves_signals_to_the_run(root: Path, forked: Forked) -> None:  # noqa: F811
-    """Ctrl-C and a queue's SIGTERM reach every process of a job."""
+    """Ctrl-C, a queue's SIGTERM and a closed terminal's SIGHUP reach every process of a job."""
 
     def body(rank: int) -> None:
         forked(faults.paused_after({3}, lambda: time.sleep(0.3)))
@@ -62,7 +62,7 @@ def test_a_writer_leaves_signals_to_the_run(root: Path, forked: Forked) -> None:
             saver.save(step_path(root, 1), {"step": 1})
             while not list(root.glob(".*/rank-*")):
                 time.sleep(0.001)
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 os.kill(saver._writer._process.pid, number)
         assert witness.sees() == [1]
 

@@ -27,6 +27,7 @@ from terrazzo.launch.launcher.run_end import RanksAtEnd, report_end
 from terrazzo.launch.launcher_pipe import Failure, Milestone, cause_of, first_failure
 from terrazzo.launch.machine import ranks_to_start, resolve_device, set_threads
 from terrazzo.launch.rank.process_group import _agree_on_device, join
+from terrazzo.launch.stopping.received_signals import ReceivedSignals
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
@@ -201,6 +202,20 @@ time.sleep(60)
 """
 
 
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGINT])
+def test_a_closed_terminal_is_no_second_signal(first: int) -> None:
+    """The shell and the kernel each say that it is closed, perhaps after Ctrl-C."""
+    signals = ReceivedSignals()
+    try:
+        for number in (first, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert signals.received == [first]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == [first, signal.SIGTERM]
+    finally:
+        signals.restore()
+
+
 def test_the_earliest_failure_is_the_first() -> None:
     assert first_failure([None]) is None
     failures = [Failure(rank, time_ns, 1, f"rank {rank}") for rank, time_ns in ((0, 200), (1, 100), (2, 300))]
@@ -236,6 +251,7 @@ WORDS = {
     "refusal": "not a fruit",
     "lost": f"Rank 0 has lost another rank:\n{LOST}",
     "in peace": "Rank 1 ended before that with exit code 0, and no rank has failed by itself.",
+    "asked": "Rank 1 ended before that with exit code 75, and no rank has failed by itself.",
     "other": "Rank 1 failed first:\nKeyError: 'x'",
 }
 
@@ -254,6 +270,7 @@ WORDS = {
         ([BEREFT, Ended(1, -9, ended_ns=103 * S)], ["killed"], 1),  # what a rank was lost to is seen late
         ([BEREFT, Ended(1, 1, Failure(1, 99 * S, 1, "KeyError: 'x'"), 99 * S)], ["other"], 1),
         ([BEREFT, Ended(1, 0, ended_ns=96 * S)], ["lost", "in peace"], 1),
+        ([BEREFT, Ended(1, 75, ended_ns=96 * S)], ["lost", "asked"], 1),
     ],
 )
 def test_a_death_and_a_failure_are_both_said_the_first_one_last(

@@ -325,6 +325,32 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path, times: int, code: int, 
     assert (tmp_path / "stderr").read_text() == said
 
 
+@pytest.mark.parametrize(("before", "code"), [(signal.SIG_DFL, 75), (signal.SIG_IGN, 0)], ids=["a terminal", "nohup"])
+def test_a_closed_terminal_asks_a_run_to_stop(before: signal.Handlers, code: int) -> None:
+    def work() -> None:
+        signal.signal(signal.SIGHUP, before)
+        stop = StopRequest()
+        os.kill(os.getpid(), signal.SIGHUP)
+        os._exit(75 if stop.requested else 0)
+
+    assert reap(spawn_child(work)) == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.processes
+def test_a_launcher_passes_on_that_a_stop_is_asked_for(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(
+        RANK_THAT_SLEEPS.replace("lambda *_: None", "lambda *_: os._exit(75)").replace("SIGINT", number.name)
+    )
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    launcher = programs.Program("-c", LAUNCH_WITH_NOTICES, str(tmp_path / "rank.py"), env=kept)
+    assert launcher.stdout.readline() == "begun\n"
+    time.sleep(0.3)  # until the launcher has heard of it
+    launcher.send_signal(number)
+    done = launcher.communicate()
+    assert (done.returncode, done.stderr) == (75, "asked\n")
+
+
 @pytest.mark.parametrize(("trains", "said"), [(False, "asked early"), (True, "asked")])
 def test_a_stop_before_the_first_step_promises_no_step(
     trains: bool, said: str, monkeypatch: pytest.MonkeyPatch

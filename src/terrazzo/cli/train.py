@@ -31,9 +31,9 @@ def train(
     """Train a model on one machine, under torchrun, or under Slurm: same file, same command.
 
     Starts `launch.ranks` processes on this machine unless torchrun or srun has already started them. Asked to stop
-    (SIGTERM, Ctrl-C) it saves a checkpoint, from which the same command continues. After a failure that may pass,
-    launch.restarts=N starts all ranks again from the newest checkpoint, N times at most. When nobody reads its lines
-    any more (`| head`), it goes on, and log.folder has them.
+    (SIGTERM, Ctrl-C, a closed terminal) it saves a checkpoint, from which the same command continues. After a failure
+    that may pass, launch.restarts=N starts all ranks again from the newest checkpoint, N times at most. When nobody
+    reads its lines any more (`| head`), it goes on, and log.folder has them.
     """
     from terrazzo.config import load_config
     from terrazzo.launch.environment import adopt_slurm, is_rank, library_settings

@@ -13,9 +13,9 @@ environment    whether torchrun, Slurm or this command has started this process 
 launcher_pipe  what a rank reports to its launcher
 machine        what this machine has for ranks: devices, threads, and how many ranks there may be
 
-Where SIGTERM goes: the launcher receives it (`stopping.received_signals`) and passes it on to its ranks
-(`launcher.local_ranks`). Each rank notes it (`stopping.stop_request`), and the training loop asks at the end of each
-step whether any rank has.
+Where SIGTERM, SIGINT and SIGHUP go: the launcher receives one (`stopping.received_signals`) and passes it on to its
+ranks (`launcher.local_ranks`). Each rank notes it (`stopping.stop_request`), and the training loop asks at the end of
+each step whether any rank has.
 
 Open to other packages, which is to say to the trainer and the command line:
 

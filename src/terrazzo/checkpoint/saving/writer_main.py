@@ -25,7 +25,7 @@ _POLL_S = 0.02
 
 def main(staging: int, patience_s: float) -> None:
     """Serve jobs from standard input until it ends; `patience_s` is how long one rank's part waits for another's."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which ends its saves by itself
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the run, which ends its saves by itself
         signal.signal(number, signal.SIG_IGN)
     for line in sys.stdin:
         problem = None

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import selectors
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from terrazzo.exit_codes import PREEMPTED
 from terrazzo.launch.environment import RUN_ID
 from terrazzo.launch.launcher.labelled_output import LabelledOutput
 from terrazzo.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, Milestone
-from terrazzo.launch.stopping.received_signals import ReceivedSignals
+from terrazzo.launch.stopping.received_signals import ASKING, ReceivedSignals
 from terrazzo.processes.system import is_ending, is_stopped
 from terrazzo.processes.tether import interpreter_flags, tethered
 from terrazzo.telemetry.watchdog.evidence import Suspect
@@ -248,7 +247,7 @@ class LocalRanks:
             if len(signals.received) > heeded:
                 number = signals.received[heeded]
                 heeded += 1
-                asks = number in (signal.SIGTERM, signal.SIGINT) and self.any_reached(Milestone.READY)
+                asks = number in ASKING and self.any_reached(Milestone.READY)
                 if heeded > 1 or not asks:
                     return number
                 if not any(rank.failed for rank in self.ranks):

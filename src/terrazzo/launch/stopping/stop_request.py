@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a request to finish the step, save, and leave with an exit code of its own.
+"""SIGTERM, Ctrl-C and a closed terminal as a request to finish the step, save, and leave with an exit code of its own.
 
 It is enough if one rank gets the signal: the small all-reduce at the end of each step tells all ranks, so that they
 save the same step. A second Ctrl-C leaves at once. Both are announced on screen, by the launcher, or by rank 0 if
@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from terrazzo.exit_codes import INTERRUPTED
 from terrazzo.launch.stopping.notices import Notices, say_now
+from terrazzo.launch.stopping.received_signals import ASKING, receive_by
 
 __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """Listens for SIGTERM and SIGINT from its creation on; `agreed` is collective.
+    """Listens for the signals that are `ASKING` from its creation on; `agreed` is collective.
 
     Args:
         notices: what to say, if this rank announces signals. A thread does so, as a signal handler must not wait.
@@ -45,8 +46,7 @@ class StopRequest:
         if notices is not None:
             self._signals = SimpleQueue()
             threading.Thread(target=self._say, args=(self._signals, notices), daemon=True).start()
-        signal.signal(signal.SIGTERM, self._receive)
-        signal.signal(signal.SIGINT, self._receive)
+        receive_by(self._receive, ASKING)
 
     def agreed(self, broken: bool) -> tuple[bool, bool]:
         """Whether any rank was asked to stop, and whether any is `broken`. Every rank calls this once per step."""
