@@ -41,7 +41,8 @@ demo: $(BASE)
 test: install
 	$(BIN)/python -m pytest -q -m "not gpu and not long" -n $(JOBS) $(PYTEST_ARGS)
 
-# All of `make test`, whole grids, the soaks, 25 times as many faults and kills, and random programs: hours.
+# All of `make test`, whole grids, the soaks, 25 times as many faults, kills and examples, and random programs: hours.
+test-long: export TERRAZZO_EXAMPLES ?= 25
 test-long: export TERRAZZO_FAULTS ?= 25
 test-long: export TERRAZZO_SOAK_KILLS ?= 20
 test-long: export TERRAZZO_PROGRAMS ?= 0:1000

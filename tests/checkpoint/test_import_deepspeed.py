@@ -479,7 +479,7 @@ def test_anything_in_any_place_is_read_or_refused(tmp_path: Path, states: States
     write(tmp_path, files)
     junk = [None, -1, "x", [], {}, [[1]], {1: 2}, torch.ones(2), 1.5, 2**70]
     places = [place for place in places_of_files(files) if len(place) > 1]
-    for index in range(0, len(places), 1 if faults.DENSITY > 1 else 5):  # all junk is tried, at places of all kinds
+    for index in range(0, len(places), 1 if faults.DENSITY > 1 else 7):  # all junk is tried, at places of all kinds
         where = places[index]
         before = put(files, where, junk[index % len(junk)])
         write(tmp_path, {where[0]: files[where[0]]})

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.formats.accelerate.dialect import DIALECT
 from terrazzo.dialects.formats.accelerate.keys import SECTIONS, TOP
+from tests.helpers.examples import examples
 from tests.helpers.launched import has_plugin, launched, plugin
 
 DEEPSPEED, DYNAMO, FSDP, PARALLELISM = (
@@ -23,7 +24,7 @@ DEEPSPEED, DYNAMO, FSDP, PARALLELISM = (
 
 pytest.importorskip("accelerate", reason="Accelerate's launcher is the oracle")
 
-FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 BASE = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16"}
 
 

@@ -18,10 +18,11 @@ from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES, STRICT, TABLE
 from tests.dialects.peers import assert_agrees_or_says
+from tests.helpers.examples import examples
 
 pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench")
 
-FUZZ = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=examples(30), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,6 +13,7 @@ from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT
 from terrazzo.dialects.formats.deepspeed.versions import LAST, MOVED
 from tests.dialects.peers import converted
+from tests.helpers.examples import examples
 from tests.helpers.neutral import described, descriptions
 
 
@@ -22,7 +23,7 @@ def written(description: Description, **versions: str) -> tuple[dict[str, Any], 
     return writing.document, {verdict.key: verdict.kind for verdict in writing.verdicts}
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(descriptions())
 def test_what_a_written_file_does_not_mean_is_named(description: Description) -> None:
     writing = DIALECT.write(description)
@@ -42,7 +43,7 @@ def test_what_a_written_file_does_not_mean_is_named(description: Description) ->
 _WORLD = ("mesh.dp_shard", "mesh.dp_replicate", "batch.global_batch", "batch.micro_batch", "batch.accumulation")
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(descriptions())
 def test_the_loader_takes_what_is_written(description: Description) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench")

@@ -27,6 +27,7 @@ from tests.engine.toys import (
     on_ranks,
     sharded,
 )
+from tests.helpers.cover import mostly_long
 from tests.helpers.fake import fake_group
 
 CLIP = 0.05
@@ -50,7 +51,10 @@ def clipped_training(model: Any, optimizer: Any, rank: int | None, micros: int =
 
 @pytest.mark.parametrize(
     ("plan", "micros"),
-    [("zero0", 3), ("zero1", 1), ("zero2", 3), ("zero3", 1), ("zero3", 3), ("zero3@cpu", 3), ("zero2@cpu-all", 1)],
+    mostly_long(
+        [("zero0", 3), ("zero1", 1), ("zero2", 3), ("zero3", 1), ("zero3", 3), ("zero3@cpu", 3), ("zero2@cpu-all", 1)],
+        *(("zero1", 1), ("zero3", 3), ("zero3@cpu", 3), ("zero2@cpu-all", 1)),
+    ),
 )
 def test_torchs_clipping_is_that_of_one_process(plan: str, micros: int) -> None:
     base = Net()

@@ -116,7 +116,7 @@ def planned(case: Case) -> float:
     return rank_peak(setup, 0, states_only=True).total
 
 
-@pytest.mark.parametrize("case", mostly_long(LATE, LATE[0], LATE[2]), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", mostly_long(LATE, LATE[0]), ids=lambda case: case.name)
 def test_the_bill_has_new_weights_that_are_gathered_in_the_next_forward(
     case: Case, two_ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
 
 
 @pytest.mark.parametrize(
-    "name", mostly_long(MUTATIONS, *list(MUTATIONS)[::5], "a_thread_that_copies_uses_the_first_device")
+    "name", mostly_long(MUTATIONS, *list(MUTATIONS)[::8], "a_thread_that_copies_uses_the_first_device")
 )
 def test_a_fault_of_the_engine_is_found(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = two_ranks.run(findings_with, name, str(tmp_path))

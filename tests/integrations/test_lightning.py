@@ -170,17 +170,17 @@ def saving(folder: str, **options: Any) -> ModelCheckpoint:
 
 def resumed(folder: str) -> None:
     torch.manual_seed(0)
-    whole, straight = Regression(dropout=0.5), trainer(max_epochs=4)
+    whole, straight = Regression(dropout=0.5), trainer(max_epochs=2)
     straight.fit(whole, data())
     torch.manual_seed(0)
     callback = saving(folder)
-    first = trainer(max_epochs=2, enable_checkpointing=True, callbacks=[callback])
+    first = trainer(max_epochs=1, enable_checkpointing=True, callbacks=[callback])
     first.fit(Regression(dropout=0.5), data())
-    assert {path.name for path in Path(folder).iterdir()} == {"epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"}
+    assert {path.name for path in Path(folder).iterdir()} == {"epoch=0.ckpt", "last.ckpt"}
     torch.manual_seed(99)
     module, second = (
         Regression(dropout=0.5),
-        trainer(max_epochs=4, enable_checkpointing=True, callbacks=[saving(folder)]),
+        trainer(max_epochs=2, enable_checkpointing=True, callbacks=[saving(folder)]),
     )
     killed.between_renames(Path(folder) / "last.ckpt")
     second.fit(module, data(), ckpt_path=f"{folder}/last.ckpt")
@@ -196,7 +196,7 @@ def resumed(folder: str) -> None:
 def test_resuming_is_exact(tmp_path: Path, two_processes: Pool) -> None:
     two_processes.run(resumed, str(tmp_path / "checkpoints"))
     source = tz.checkpoint.open_source(tmp_path / "checkpoints" / "last.ckpt")
-    assert source.step == 20
+    assert source.step == 10
     assert "layers.0.0.weight" in source.tensors  # names are the module's own
 
 

@@ -36,6 +36,7 @@ from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerSpec
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from tests.helpers.calls import calls_of
+from tests.helpers.examples import examples
 from tests.planner.subjects import gpt, llama
 
 A100 = Device("A100", memory_bytes=84_987_740_160)
@@ -486,7 +487,7 @@ def test_an_estimate_takes_few_calls() -> None:
 # -- the planned step ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     plan=st.sampled_from([*PLANS, "hybrid_shard", "hpz"]),
     layers=st.integers(9, 40),

@@ -142,6 +142,7 @@ USES = [
 REPEATED = [backward_twice, gradients_of_gradients]  # which torch does not allow under selective checkpointing
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.usefixtures("_both_speeds")
 @pytest.mark.parametrize("use", [*USES, *REPEATED])
 def test_every_use_gives_the_gradients_of_plain_pytorch(use: Use) -> None:
