@@ -65,7 +65,7 @@ def test_reduced_precision_is_bitwise_the_casts_by_hand(two_processes: Pool, pla
 
 
 @pytest.mark.cover(strength=1)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", mostly_long([False, True], False))
 @pytest.mark.parametrize("case", [Case("zero3", 2), Case("hybrid_shard", 1, replicas=2)], ids=plan_id)
 def test_gradients_sent_in_4_bits_are_the_codes_by_hand(two_processes: Pool, case: Case, compiled: bool) -> None:
     dtypes = replace(Precision.named("bf16"), quantized_reduce="int4")
@@ -199,8 +199,11 @@ def test_compiled_units_change_no_bit(two_processes: Pool, case: Case) -> None:
     assert_parity(case, two_processes.run(train_compiled, case, timeout_s=120.0), reference(case.recipe))
 
 
+ALONE = (Case("zero3", 1), Case("zero0", 1), Case("hpz", 1, replicas=1))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
-@pytest.mark.parametrize("case", [Case("zero3", 1), Case("zero0", 1), Case("hpz", 1, replicas=1)], ids=plan_id)
+@pytest.mark.parametrize("case", mostly_long(ALONE, ALONE[0]), ids=plan_id)
 def test_compiled_units_on_one_rank(case: Case) -> None:
     case = replace(case, compiled=True, checkpointing="full", micro_batches=2)
     assert_parity(case, run_on_threads(case), reference(case.recipe))

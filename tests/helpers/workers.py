@@ -73,13 +73,17 @@ def fork() -> None:
 def report_less(config: pytest.Config) -> None:
     """From a worker: of a test that goes well its call alone, where nobody asks for what is before and behind.
 
-    The process that hands tests out looks at each report.
+    The process that hands tests out looks at each report, and at that each test begins and ends.
     """
     if config.getoption("xmlpath", None) or config.getoption("durations", None) is not None:
         return
-    for told in config.hook.pytest_runtest_logreport.get_hookimpls():
+    hook = config.hook
+    for told in hook.pytest_runtest_logreport.get_hookimpls():
         if type(told.plugin).__name__ == "WorkerInteractor":  # of a module that xdist runs under another name
             told.function = functools.partial(_tell_what_counts, told.function)
+            if config.getoption("verbose") < 1:  # what would be printed of it
+                hook.pytest_runtest_logstart._remove_plugin(told.plugin)
+                hook.pytest_runtest_logfinish._remove_plugin(told.plugin)
 
 
 def _tell_what_counts(tell: Callable[[pytest.TestReport], None], report: pytest.TestReport) -> None:

@@ -110,10 +110,10 @@ def rate(found: Estimate) -> float:
 @pytest.mark.parametrize(
     ("model", "gpus", "options"),
     [
-        ("llama3-8b", 8, {}),
+        pytest.param("llama3-8b", 8, {}, marks=pytest.mark.long),
         ("llama3-70b", 64, {}),
         ("gpt2-1.5b", 2, {"gpu": "a100"}),
-        ("llama3-8b", 16, {"global_batch": 64, "sequence": 8192}),
+        pytest.param("llama3-8b", 16, {"global_batch": 64, "sequence": 8192}, marks=pytest.mark.long),
         ("llama3-8b", 8, {"gpu": "a100-sxm4-40gb"}),
     ],
     ids=str,
@@ -282,7 +282,7 @@ def test_what_is_given_is_not_varied() -> None:
 
 
 def test_a_range_is_searched_in_whole_hosts() -> None:
-    found = search(request(gpus="4..40"))
+    found = search(request(gpus="4..40", strategy="zero3"))
     assert {answer.setup.cluster.count for answer in found.ranked} == {4, 8, 16, 24, 32, 40}
     assert counts_of(request(gpus="4..40"), 8) == (4, 8, 16, 24, 32, 40)
     assert counts_of(request(gpus="9..15"), 8) == (9,)
@@ -295,9 +295,9 @@ def test_rank_decides_what_is_first(rank: Any, first: int) -> None:
 
 
 def test_only_what_the_engine_runs_is_tried_unless_asked() -> None:
-    meshes = {answer.setup.mesh for answer in search(request("llama3-70b", 64)).ranked}
+    meshes = {answer.setup.mesh for answer in search(request("llama3-70b", 64, strategy="zero3")).ranked}
     assert all((mesh.tp, mesh.pp, mesh.cp, mesh.ep) == (1, 1, 1, 1) for mesh in meshes)
-    more = search(request("llama3-70b", 64, parallel=True))
+    more = search(request("llama3-70b", 64, parallel=True, strategy="zero2"))
     assert {answer.setup.mesh.tp for answer in more.ranked} >= {2, 4, 8}
     assert {answer.setup.mesh.pp for answer in more.ranked} >= {2, 4}
     planned = next(answer for answer in more.ranked if answer.setup.mesh.pp > 1)
@@ -305,9 +305,9 @@ def test_only_what_the_engine_runs_is_tried_unless_asked() -> None:
 
 
 def test_long_sequences_try_context_parallelism_and_experts_expert_parallelism() -> None:
-    long = search(request("llama3-8b", 16, parallel=True, sequence=32768))
+    long = search(request("llama3-8b", 16, parallel=True, sequence=32768, strategy="zero3"))
     assert {answer.setup.mesh.cp for answer in long.ranked} > {1}
-    experts = search(request("qwen3-30b-a3b", 32, parallel=True, tp=1, pp=1))
+    experts = search(request("qwen3-30b-a3b", 32, parallel=True, tp=1, pp=1, strategy="zero3"))
     assert {answer.setup.mesh.ep for answer in experts.ranked} > {1}
 
 

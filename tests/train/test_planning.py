@@ -156,9 +156,9 @@ def test_a_runs_flops_are_those_of_its_models_products(kind: str, tmp_path: Path
 
 def test_a_traced_windowed_model_is_all_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step holds is that of the run's own tiles, with documents too."""
-    attention = {"window": 16, "full_every": 3}
+    attention = {"window": 16, "full_every": 2}
     for data in ({}, {"attention": "document"}):
-        deep = config(model={"layers": 6, "attention": attention}, batch={"sequence_length": 64}, data=data)
+        deep = config(model={"layers": 3, "attention": attention}, batch={"sequence_length": 64}, data=data)
         found = estimate_run(deep, 2, HOST).memory
         assert {term.formula for term in found.terms} == {"memory.traced"}
 

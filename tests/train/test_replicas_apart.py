@@ -41,7 +41,10 @@ STREAMING = (
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("words", "steps", "ends"),
-    [(APART, "an outer step every 3 steps", [3, 6, 9]), (STREAMING, "groups meet every 4 steps", [4, 8, 12])],
+    [
+        pytest.param(APART, "an outer step every 3 steps", [3, 6, 9], marks=pytest.mark.long),
+        (STREAMING, "groups meet every 4 steps", [4, 8, 12]),
+    ],
     ids=["rounds", "fragments that stream"],
 )
 def test_a_run_saves_at_the_ends_of_rounds_and_goes_on_from_there_bit_for_bit(

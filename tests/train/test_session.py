@@ -54,7 +54,7 @@ def config_in(folder: Path, **sections: dict[str, Any]) -> Config:
         "batch": {"global_batch": 2, "micro_batch": 2, "sequence_length": 16},
         "optimizer": {"lr": 0.003},
         "train": {"steps": 4, "sample_tokens": 0},
-        "checkpoint": {"every": 1},
+        "checkpoint": {"every": 1, "keep_last": None},  # what is to go would be looked for after each save
         "log": {"every": 1, "folder": str(folder / "run"), "tensorboard": False},
     }
     for name, section in sections.items():
