@@ -27,7 +27,7 @@ from tests.engine.models import IN_FOUR_BITS, base_model
 from tests.engine.offload import runs
 from tests.engine.parity import CUSTOM, Case, Ranks, assert_parity, assert_same_bits, axes, run_on_threads, with_feature
 from tests.engine.reference import CASTS, Step, reference
-from tests.helpers.cover import places
+from tests.helpers.cover import mostly_long, places
 from tests.helpers.fake import fake_group
 
 CASES = [
@@ -286,7 +286,7 @@ def test_weights_at_rest_hold_no_more_than_their_bytes() -> None:
 # -- states ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mostly_long(FORMS, "nf4-double"))
 def test_a_checkpoint_is_resumed_to_the_bit_on_other_ranks_and_plans(form: str, tmp_path: Path) -> None:
     base = frozen_net()
 
