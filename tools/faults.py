@@ -284,6 +284,27 @@ MUTATIONS = [
         "derived((second.value, first.value)",
         "dialects/test_trainer.py",
     ),
+    Mutation(
+        "replicas on CPUs are written as replicas on GPUs",
+        "dialects/formats/accelerate/write.py",
+        '"MULTI_CPU" if draft.value("training.device") == "cpu" else "MULTI_GPU"',
+        '"MULTI_GPU"',
+        "dialects/test_accelerate_write.py",
+    ),
+    Mutation(
+        "weights that are split in a way without a name are whole under DeepSpeed",
+        "dialects/formats/deepspeed/write_zero.py",
+        '3 if axes["weight"] != "-" else 2 if axes["grad"]',
+        '2 if axes["grad"]',
+        "dialects/test_deepspeed_write.py",
+    ),
+    Mutation(
+        "a model in 16 bits alone is no mixed precision under DeepSpeed",
+        "dialects/formats/accelerate/write.py",
+        'if pure and engine != "DEEPSPEED":',
+        "if pure:",
+        "dialects/test_accelerate_write.py",
+    ),
     # -- planner
     Mutation(
         "moments are billed for padding, too",

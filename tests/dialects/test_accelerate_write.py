@@ -81,6 +81,18 @@ def test_the_engine_is_the_one_that_has_the_row(row: str, engine: str) -> None:
     assert DIALECT.read(document).description.row == row
 
 
+def test_replicas_on_cpus_are_no_replicas_on_gpus() -> None:
+    document, _ = written(described("zero0", training__device="cpu"))
+    assert (document["distributed_type"], document["use_cpu"]) == ("MULTI_CPU", True)
+
+
+@pytest.mark.parametrize(("row", "mixed"), [("zero3", "no"), ("zero2", "bf16")])
+def test_a_model_in_16_bits_alone_is_mixed_precision_under_deepspeed_only(row: str, mixed: str) -> None:
+    """Under FSDP it is one that has been loaded so."""
+    dtypes = dict.fromkeys(("precision__weight", "precision__compute", "precision__master"), "bf16")
+    assert written(described(row, **dtypes))[0]["mixed_precision"] == mixed
+
+
 def test_replication_does_not_vanish() -> None:
     """With sizes it is version 2's mesh, without them version 1's word: never a plain true."""
     sized = described("hybrid_shard", mesh__dp_replicate=2, mesh__dp_shard=4)

@@ -77,6 +77,18 @@ def test_rows_are_stages(row: str, stage: int, kind: str) -> None:
     assert kinds["sharding.weight"] == kind
 
 
+@pytest.mark.parametrize(
+    ("split", "stage"), [("weight", 3), ("grad", 2), ("optim", 1)], ids=["weights", "gradients", "states"]
+)
+def test_a_row_without_a_name_is_the_stage_that_splits_as_much(split: str, stage: int) -> None:
+    places = {f"sharding__{state}": "S" if state == split else "-" for state in ("weight", "between", "grad", "optim")}
+    description = described(None, **places)
+    assert description.row is None
+    document, kinds = written(description)
+    assert document["zero_optimization"]["stage"] == stage
+    assert kinds["sharding.weight"] == "lossy"
+
+
 def test_hybrid_shard_was_mics_as_long_as_deepspeed_had_it() -> None:
     """The same row in two releases: exact before 0.19.7, and the nearest thing after it."""
     description = described("hybrid_shard", mesh__dp_shard=8, mesh__dp_replicate=2)
