@@ -24,7 +24,7 @@ DEEPSPEED, DYNAMO, FSDP, PARALLELISM = (
 
 pytest.importorskip("accelerate", reason="Accelerate's launcher is the oracle")
 
-FUZZ = settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 BASE = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16"}
 
 

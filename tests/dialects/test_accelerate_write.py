@@ -15,7 +15,7 @@ from tests.helpers.examples import examples
 from tests.helpers.launched import has_plugin, launched, plugin
 from tests.helpers.neutral import described, descriptions
 
-FUZZ = settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 # What the launcher decides, what is gathered anyway, and sizes that the loop or the number of ranks gives.
 _ELSEWHERE = ("mesh.dp_shard", "mesh.dp_replicate", "batch.global_batch", "batch.micro_batch")
 

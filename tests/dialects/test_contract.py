@@ -122,7 +122,7 @@ def assert_sound(description: Description, keys: set[str]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=examples(10), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_is_in_a_document(name: str, data: st.DataObject) -> None:
     document = data.draw(documents(name))

@@ -22,7 +22,7 @@ from tests.helpers.examples import examples
 
 pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench")
 
-FUZZ = settings(max_examples=examples(30), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=examples(100), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -23,7 +23,7 @@ def written(description: Description, **versions: str) -> tuple[dict[str, Any], 
     return writing.document, {verdict.key: verdict.kind for verdict in writing.verdicts}
 
 
-@settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(80), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(descriptions())
 def test_what_a_written_file_does_not_mean_is_named(description: Description) -> None:
     writing = DIALECT.write(description)
@@ -43,7 +43,7 @@ def test_what_a_written_file_does_not_mean_is_named(description: Description) ->
 _WORLD = ("mesh.dp_shard", "mesh.dp_replicate", "batch.global_batch", "batch.micro_batch", "batch.accumulation")
 
 
-@settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(80), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(descriptions())
 def test_the_loader_takes_what_is_written(description: Description) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench")

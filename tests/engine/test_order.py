@@ -51,7 +51,7 @@ def programs(draw: st.DrawFn) -> list[Visit]:
 
 
 @given(programs())
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(150))
 def test_units_end_when_the_definition_says_so(visits: list[Visit]) -> None:
     order = Order.of_visits(visits, units(UNITS), agreed=True)
     assert [set(ended) for ended in order.closes] == slow_closes(order.forward, order.backward)
@@ -85,14 +85,14 @@ def slow_merge(ranks: Sequence[Sequence[Visit]]) -> list[Visit] | None:
 
 
 @given(st.lists(programs(), min_size=1, max_size=3), st.data())
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(150))
 def test_ranks_lists_merge_as_by_the_definition(distinct: list[list[Visit]], data: st.DataObject) -> None:
     ranks = data.draw(st.lists(st.sampled_from(distinct), min_size=1, max_size=6))
     assert merge(ranks) == slow_merge(ranks)
 
 
 @given(programs(), st.data())
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(150))
 def test_ranks_that_skip_units_of_one_program_merge(program: list[Visit], data: st.DataObject) -> None:
     ranks = []
     for _ in range(data.draw(st.integers(1, 4))):

@@ -1,4 +1,4 @@
-"""How many examples hypothesis makes of a property: few here, and as many times more as `make test-long` asks for."""
+"""How many examples hypothesis makes of a property; `make test-long` asks for more."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ KEYS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=examples(25), deadline=1000)
+@settings(max_examples=examples(60), deadline=1000)
 @given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(st.sampled_from(KEYS[1:]), JSON_VALUES, max_size=4))
 def test_any_values_give_a_shape_or_say_why_not(family: str, change: dict[str, Any]) -> None:
     base = LLAMA | {"n_embd": 96, "n_layer": 4, "n_head": 6, "d_model": 96, "n_layers": 4, "n_heads": 6, "ffn_dim": 160}

@@ -106,7 +106,7 @@ def test_a_failure_while_writing_leaves_the_old_file_and_no_other(tmp_path: Path
     sequence_length=st.integers(1, 9),
     fraction=st.sampled_from([0.0, 0.1, 0.3, 0.45]),
 )
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_token_but_each_first_is_a_target_once(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], sequence_length: int, fraction: float
 ) -> None:

@@ -160,7 +160,7 @@ def test_valid_tokens_are_those_of_all_ranks(dataset: SequenceDataset) -> None:
     after=st.sampled_from([1, 2, 4, 8]),
     prefetch=st.booleans(),
 )
-@settings(max_examples=examples(10), deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_resuming_at_another_world_size_and_batch_is_exact(
     tmp_path_factory: pytest.TempPathFactory, done: int, before: int, after: int, prefetch: bool
 ) -> None:
@@ -231,7 +231,7 @@ def test_close_ends_the_thread(dataset: SequenceDataset) -> None:
     world_size=st.integers(1, 5),
     limit=st.none() | st.integers(1, 40),
 )
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_evaluation_gives_every_sequence_once_in_equal_numbers(
     tmp_path_factory: pytest.TempPathFactory,
     sequences: int,
