@@ -189,8 +189,23 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path: Path) -> No
         assert message.endswith("or begin anew in another folder.")
         assert all(torch.equal(value, before[name]) for name, value in full_state(model).items())
         model, optimizer = build("zero3", optimizer=torch.optim.SGD)
-        with pytest.raises(BadInput, match="its optimizer is AdamW, this one is SGD"):
+        with pytest.raises(BadInput, match=r"not fit[^;]*: its optimizer is AdamW, this one is SGD\. "):
             checkpoint.load(tmp_path / "a", model, optimizer)
+
+    run_in_threads(2, body)
+
+
+def test_names_of_a_module_that_holds_the_model_are_said_once(tmp_path: Path) -> None:
+    """As Lightning's files have them."""
+    held = torch.nn.ModuleDict({"model": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))})
+    torch.save(held.state_dict(), tmp_path / "held.pt")
+
+    def body(rank: int) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        tz.shard(model, None, plan="zero3", units=["0"])
+        with pytest.raises(BadInput, match=r"each of its names has 'model\.' in front") as caught:
+            checkpoint.load(tmp_path / "held.pt", model, None)
+        assert "missing" not in str(caught.value)
 
     run_in_threads(2, body)
 

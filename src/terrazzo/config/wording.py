@@ -122,7 +122,7 @@ def _one_name(where: str, value: Any) -> str:
 def _edit(kind: str, value: Any) -> str:
     """The edit for a number or switch that is text (`'12'`, `'off'`), or a word in place of a list; else empty."""
     if isinstance(value, str) and kind == "list_type":
-        return f" Write [{value}]."
+        return f" Write {json.dumps([value], ensure_ascii=False)}."
     if isinstance(value, float) and kind == "int_type" and value.is_integer():
         return " Write all of its digits, without a point or an exponent: as it stands it is rounded."
     if not isinstance(value, str) or kind not in ("int_type", "float_type", "bool_type"):

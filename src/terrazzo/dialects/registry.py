@@ -36,11 +36,11 @@ def dialect(name: str) -> Dialect:
 
 
 def recognise(document: ConfigDocument, where: str) -> Dialect:
-    """The dialect that a document is written in.
+    """The dialect that a document is written in, also where one key of several is misspelt.
 
     Raises: `BadInput` where it is none's, or several could be meant.
     """
-    candidates = [each for each in map(dialect, NAMES) if each.recognises(document)]
+    candidates = _recognised_by(document) or _recognised_but_for_a_key(document)
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:
@@ -51,3 +51,13 @@ def recognise(document: ConfigDocument, where: str) -> Dialect:
         )
     titles = " or ".join(each.title for each in candidates)
     raise BadInput(f"'{where}' may be {titles}: say which, --from {candidates[0].name}.")
+
+
+def _recognised_by(document: ConfigDocument) -> list[Dialect]:
+    return [each for each in map(dialect, NAMES) if each.recognises(document)]
+
+
+def _recognised_but_for_a_key(document: ConfigDocument) -> list[Dialect]:
+    """Those that would take it for theirs without one of its keys, which they then name as unknown."""
+    others = [{other: document[other] for other in document if other != key} for key in document]
+    return [each for each in map(dialect, NAMES) if any(each.recognises(rest) for rest in others if rest)]

@@ -102,7 +102,7 @@ def parse_value(text: str, kind: Format, origin: str, is_text: IsText = never) -
     except BadInput:
         raise
     except (yaml.YAMLError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadInput(f"'{origin}' is not valid {kind.upper()}: {_why(error)}.") from None
+        raise BadInput(f"'{origin}' is not valid {kind.upper()}: {_why(error, text)}.") from None
     except LookupError as error:  # of YAML's constructors, for a word that is none of the kind its tag says
         raise BadInput(f"'{origin}' is not valid {kind.upper()}: {type(error).__name__}: {error}.") from None
     except (RecursionError, ValueError, OverflowError) as error:
@@ -111,11 +111,13 @@ def parse_value(text: str, kind: Format, origin: str, is_text: IsText = never) -
     return value
 
 
-def _why(error: Exception) -> str:
-    """What a parser says, on one line, with places in the file said once."""
+def _why(error: Exception, text: str) -> str:
+    """What a parser says of a text, on one line, with places in it said once."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())[:300]
     mark, begun = error.problem_mark, error.context_mark
+    if text.splitlines()[mark.line : mark.line + 1] and text.splitlines()[mark.line][mark.column :].startswith("\t"):
+        return f"line {mark.line + 1} is indented with a tab: use spaces"
     within = f", {error.context}" if error.context else ""
     since = f" that begins in line {begun.line + 1}" if within and begun and begun.line != mark.line else ""
     return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{within}{since}"[:300]

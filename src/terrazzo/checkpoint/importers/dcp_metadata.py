@@ -14,7 +14,7 @@ from terrazzo.checkpoint.importers.parts.archive import Archive
 from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file
 from terrazzo.checkpoint.importers.parts.unpickle import StandIn, load_pickle
 from terrazzo.engine.plan.rectangles import Rectangle
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["METADATA_FILE", "DcpEntry", "TensorEntry", "TreePath", "read_metadata"]
 
@@ -82,8 +82,9 @@ def read_metadata(folder: Path) -> list[tuple[TreePath, DcpEntry]]:
     """What a folder holds, each with its place in the state dict that was saved, in its order.
 
     Raises:
-        BadInput: it is not what torch writes, a tensor's blocks overlap or leave gaps, or a file is missing, too short
-            or not inside the folder.
+        BadInput: it is not what torch writes, a tensor's blocks overlap or leave gaps, or a file is missing or not
+            inside the folder.
+        Damaged: a file is shorter than what it holds.
     """
     size_of_plain_file(folder, METADATA_FILE)
     return _Reader(folder).read(load_pickle(folder / METADATA_FILE, _ALLOWED))
@@ -139,7 +140,10 @@ class _Reader:
         if name not in self._sizes:
             self._sizes[name] = size_of_plain_file(self._folder, name)
         if offset + count > self._sizes[name]:
-            raise self._damaged(f"'{key}' would be {count} bytes at {offset} of '{name}' ({self._sizes[name]} bytes)")
+            raise Damaged(
+                f"'{self._folder / name}' is cut short: it has {self._sizes[name]:,} bytes, and '{key}' is in {count:,}"
+                f" bytes at {offset:,}. Copy it again."
+            )
         if info.attribute("transform_descriptors"):
             raise BadInput(f"'{self._folder}' was written through stream transforms, unknown here: save it without.")
         return Archive(self._folder / name, offset, count)

@@ -33,6 +33,12 @@ def misfits(
     buffers = {tuple(buffer.names): tuple(buffer.tensor.shape) for buffer in persistent_buffers(model)}
     shapes |= buffers
     names_there = {names: source.resolve(names) for names in shapes}
+    if (front := _in_front_of_all(source, names_there)) is not None:
+        yield (
+            f"each of its names has '{front}' in front, as where a module holds this one as an attribute: load it into"
+            " such a module, or save the state dict of this one alone"
+        )
+        return
     yield from _first_few(f"missing: {_shown(names[0])}" for names, name in sorted(names_there.items()) if name is None)
     unused = set(source.tensors) - set(names_there.values())
     if not source.names_ties:  # one tensor may be there under all of its names
@@ -50,9 +56,21 @@ def misfits(
         if not info.states.keys() & ({WEIGHT, BUFFER} if names in buffers else {WEIGHT})
     )
     yield from _first_few(_buffer_misfits(source, model, cast))
+    if with_optimizer and (others := _of_another_optimizer(source, model)):
+        yield others  # whose states are others, too
+        with_optimizer = False
     yield from _first_few(_state_misfits(source, model, with_optimizer, cast))
     if with_optimizer:
         yield from _optimizer_misfits(source, model, listed)
+
+
+def _in_front_of_all(source: Source, names_there: Mapping[tuple[str, ...], str | None]) -> str | None:
+    """What stands in front of all of the model's names in `source`; None where one is there by itself, or is not."""
+    if not names_there or any(name is not None for name in names_there.values()):
+        return None
+    own = [names[0] for names in names_there]
+    fronts = (name.removesuffix(own[0]) for name in source.tensors if name.endswith(f".{own[0]}"))
+    return next((front for front in fronts if all(f"{front}{name}" in source.tensors for name in own)), None)
 
 
 def misfits_of_ties(
@@ -202,23 +220,25 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     return own.max >= its.max and own.eps <= its.eps and own.smallest_normal <= its.smallest_normal
 
 
-def _optimizer_misfits(source: Source, model: torch.nn.Module, listed: Sequence[TableRow]) -> Iterator[str]:
+def _of_another_optimizer(source: Source, model: torch.nn.Module) -> str:
     saved, own = source.optimizer, optimizer_name(model)
+    return f"its optimizer is {saved.name}, this one is {own}" if saved and saved.name and saved.name != own else ""
+
+
+def _optimizer_misfits(source: Source, model: torch.nn.Module, listed: Sequence[TableRow]) -> Iterator[str]:
+    saved = source.optimizer
     if saved is None:
         yield "; ".join(
             ["it holds no optimizer state (optimizer=None takes the weights alone)", *source.optimizer_notes]
         )
         return
-    if saved.name and saved.name != own:
-        yield f"its optimizer is {saved.name}, this one is {own}"
-    else:
-        holder = scaler_of(model)
-        for key in holder.scaler_state() if holder and saved.scaler else ():
-            value = saved.scaler.get(key, math.nan)
-            allowed = value > 0 if key == "scale" else value >= 0 or key == "patience"  # earlier releases let it sink
-            if not (math.isfinite(value) and allowed):
-                yield f"{key} of its loss scaler is {value if key in saved.scaler else 'missing'}"
-        yield from _group_misfits(source, model, listed)
+    holder = scaler_of(model)
+    for key in holder.scaler_state() if holder and saved.scaler else ():
+        value = saved.scaler.get(key, math.nan)
+        allowed = value > 0 if key == "scale" else value >= 0 or key == "patience"  # earlier releases let it sink
+        if not (math.isfinite(value) and allowed):
+            yield f"{key} of its loss scaler is {value if key in saved.scaler else 'missing'}"
+    yield from _group_misfits(source, model, listed)
 
 
 def _group_misfits(source: Source, model: torch.nn.Module, listed: Sequence[TableRow]) -> Iterator[str]:

@@ -35,8 +35,8 @@ def check_config(
 
 
 def _told_by_training(understood: Understood, found: Sequence[Finding]) -> Iterator[Finding]:
-    """What `terrazzo train` refuses of its configuration alone, but for sections of which an error is found; and a
-    batch that it fills up.
+    """What `terrazzo train` refuses of its configuration alone, but for sections of which an error is found; settings
+    without effect, and a batch that it fills up.
     """
     try:
         config = config_from_dict(understood.loaded.document) if understood.dialect.name == "terrazzo" else None
@@ -44,7 +44,8 @@ def _told_by_training(understood: Understood, found: Sequence[Finding]) -> Itera
         config = None  # the findings have it
     if config is None:
         return
-    from terrazzo.train.preflight.refusals import refusals  # which loads the trainer
+    from terrazzo.train.preflight.idle_keys import idle_keys  # which loads the trainer
+    from terrazzo.train.preflight.refusals import refusals
     from terrazzo.train.settings.plan import filling_note
 
     said = {finding.key.partition(".")[0] for finding in found if finding.level == "error"}
@@ -53,7 +54,11 @@ def _told_by_training(understood: Understood, found: Sequence[Finding]) -> Itera
     for key, refusal in refused:
         if key.partition(".")[0] not in said:
             yield Finding.error(key, f"`terrazzo train`: {str(refusal).rstrip('.')}")
-    if world is not None and not refused and not said and (note := filling_note(config.batch, world, config.plan.mesh)):
+    if refused or said:
+        return
+    for idle in idle_keys(config, world):
+        yield Finding.warning(", ".join(idle.keys), idle.consequence)
+    if world is not None and (note := filling_note(config.batch, world, config.plan.mesh)):
         yield Finding.warning("batch.global_batch", note.removeprefix("batch: "))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -29,7 +30,8 @@ class LoraConfig(Section):
     @classmethod
     def _one_name(cls, value: Any) -> Any:
         if isinstance(value, str) and value != "all-linear":
-            raise ValueError(f"'{value}' is a single word: give a list of names, [{value}], or 'all-linear'")
+            names = json.dumps([value], ensure_ascii=False)
+            raise ValueError(f"'{value}' is a single word: give a list of names, {names}, or 'all-linear'")
         return value
 
     def _disagreements(self) -> Iterator[KeyDisagreement]:

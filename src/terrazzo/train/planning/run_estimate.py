@@ -135,10 +135,11 @@ def exchanges_of(config: Config, setup: Setup, rank: int) -> dict[str, int]:
     """Bytes of activations that a rank sends in a step along tp, cp and pp, by the names of `Traffic.by_name`.
 
     By formulas, unless some weights are frozen: then gradients of activations end where nothing before them is trained,
-    and the model's own operators are traced. Empty if that is not possible, and for pipelines with frozen weights.
+    and the model's own operators are traced, but for stages, which each have trained weights. Empty if that is not
+    possible, and for pipelines with frozen weights whose ranks also share matrices or sequences.
     """
     mesh = setup.mesh
-    if mesh.tp * mesh.cp * mesh.pp == 1 or setup.model.trainable_numel == setup.model.numel:
+    if mesh.tp * mesh.cp == 1 or setup.model.trainable_numel == setup.model.numel:
         return expected_exchanges(setup, rank * mesh.pp // mesh.world_size)
     if mesh.pp > 1:
         return {}

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from terrazzo.config import Config, MuonConfig
@@ -20,7 +20,7 @@ from terrazzo.train.data.tokenizer import BYTES
 from terrazzo.train.settings.optimizer import optimizer_class, steps_matrices
 from terrazzo.train.settings.plan import build_plan, unused_formats
 
-__all__ = ["idle_notes"]
+__all__ = ["idle_keys", "idle_notes"]
 
 
 class _Rule(NamedTuple):
@@ -32,24 +32,43 @@ class _Rule(NamedTuple):
     edit: str
 
 
+class IdleKeys(NamedTuple):
+    """Settings without effect, why, and the edit that would give them one."""
+
+    keys: Sequence[str]
+    why: str
+    edit: str
+
+    @property
+    def consequence(self) -> str:
+        """What a line says behind the keys."""
+        verb, it = ("do", "them") if len(self.keys) > 1 else ("does", "it")
+        return f"{verb} nothing: {self.why}. Remove {it}, or {self.edit}"
+
+
 def idle_notes(config: Config, world_size: int) -> list[str]:
     """Lines that name the settings without effect in this run, why, and the edit."""
-    notes = []
+    return [f"config: {', '.join(idle.keys)} {idle.consequence}" for idle in idle_keys(config, world_size)]
+
+
+def idle_keys(config: Config, world_size: int | None) -> Iterator[IdleKeys]:
+    """The settings without effect; with None, those that are so with any number of ranks."""
     for rule in (*_RULES, *(_OF_ONE_RANK if world_size == 1 else ())):
         changed = _changed(config, rule.keys.split())
         if changed and rule.applies(config):
-            notes.append(_note(changed, rule.why, rule.edit))
+            yield IdleKeys(changed, rule.why, rule.edit)
     unused = Offload.unused_under(build_plan(config), activations=config.offload.activations == "cpu")
     for (why, tier), names in unused.items():
         if changed := _changed(config, [f"offload.{name}" for name in names]):
-            notes.append(_note(changed, why, f"set offload.optim={tier}"))
+            yield IdleKeys(changed, why, f"set offload.optim={tier}")
+    if world_size is None:
+        return
     for why, names in unused_formats(config, world_size).items():
         if changed := _changed(config, [f"precision.{name}" for name in names]):
-            notes.append(_note(changed, why, "start more ranks, under a plan that splits, such as plan.name=zero3"))
+            yield IdleKeys(changed, why, "start more ranks, under a plan that splits, such as plan.name=zero3")
     if (ranks := config.rank_numbers) and world_size not in ranks:
         why = f"{world_size} ranks have been started by torchrun or Slurm"
-        notes.append(_note(["launch.ranks"], why, "start as many"))
-    return notes
+        yield IdleKeys(["launch.ranks"], why, "start as many")
 
 
 def _changed(config: Config, keys: Iterable[str]) -> list[str]:
@@ -58,11 +77,6 @@ def _changed(config: Config, keys: Iterable[str]) -> list[str]:
 
 
 _usual = functools.cache(Config)
-
-
-def _note(keys: list[str], why: str, edit: str) -> str:
-    verb, it = ("do", "them") if len(keys) > 1 else ("does", "it")
-    return f"config: {', '.join(keys)} {verb} nothing: {why}. Remove {it}, or {edit}"
 
 
 def _without_validation(config: Config) -> bool:
@@ -188,13 +202,13 @@ _RULES = (
     _Rule(
         "optimizer.weight_decay optimizer.decay optimizer.no_decay",
         _without_decay,
-        "the optimizer.name is of one that has no weight decay",
+        "the optimizer has no weight decay",
         "choose another, such as optimizer.name=AdamW",
     ),
     _Rule(
         " ".join(f"optimizer.muon.{key}" for key in MuonConfig.model_fields),
         lambda config: not steps_matrices(config.optimizer),
-        "the optimizer.name is of one that updates no matrices whole",
+        "the optimizer updates no matrices whole",
         "set optimizer.name=Muon",
     ),
     _Rule(

@@ -17,10 +17,10 @@ def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """Rows that the mesh cannot have, and what sections say together."""
     yield from _mesh(reading.description)
     yield from _folder(reading.description)
-    refused = tuple(verdict.key for verdict in reading.verdicts if verdict.kind == "refused")
-    below = tuple(f"{key}." for key in refused)
+    refused = [verdict.key for verdict in reading.verdicts if verdict.kind == "refused"]
     for key, words in config_problems(reading.document):
-        if key not in refused and not key.startswith(below):  # else the key's verdict says it
+        said = (f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in refused)
+        if not any(said):  # else verdicts of the key, its section or what is in it say so
             yield Finding.error(key, f"`terrazzo train`: {words}")
 
 
