@@ -18,6 +18,7 @@ from terrazzo.train.model.prepare import ModelOnPaper
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.report.mesh_picture import mesh_picture
+from tests.helpers.cover import mostly_long
 from tests.test_commands import ROOT
 from tests.train.test_context import settings
 from tests.train.test_preferences import lines, train
@@ -200,3 +201,15 @@ def test_models_of_transformers_without_stages_are_refused_before_anything_is_bu
     config = config_from_dict(of_transformers(tmp_path, {"pp": 2}, 2, model_type=kind))
     with pytest.raises(BadInput, match=r"plan\.mesh\.pp 2: Nothing says how values go through a "):
         check_axes(config, ModelOnPaper(config))
+
+
+@pytest.mark.parametrize("name", mostly_long(["AdamW", "Muon"], "Muon"))
+def test_a_stage_without_parameters_of_a_group_has_the_group(name: str, tmp_path: Path) -> None:
+    """The first of two stages of one block is the embedding, which has no norm, and to Muon no matrix."""
+    more = {"model": {"layers": 1}, "optimizer": {"name": name}}
+    expected, values = staged(tmp_path, 1, {}, **more), staged(tmp_path, 2, {"pp": 2}, **more)
+    train(expected, 1)
+    first = "checkpoints/step-00000001"
+    shutil.copytree(run_folder(expected) / first, run_folder(values) / first)
+    train(values, 2)
+    torch.testing.assert_close(said(run_folder(values))[0], said(run_folder(expected))[0][1:], rtol=2e-5, atol=0)

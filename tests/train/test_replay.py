@@ -300,6 +300,35 @@ def test_weights_that_a_rank_has_gathered_otherwise_are_found(tmp_path: Path, mo
     assert "In step 2 rank 2 computed with other weights of the root unit than 2 other ranks" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("mesh", "ranks"), mostly_long([({"ep": 2}, 2), ({"ep": 2}, 4), ({"tp": 2}, 2), ({"pp": 2}, 2)], ({"ep": 2}, 2))
+)
+def test_ranks_that_have_other_weights_by_the_mesh_are_not_compared(
+    mesh: dict[str, int], ranks: int, tmp_path: Path
+) -> None:
+    plan = {"name": "zero3", "mesh": mesh}
+    experts = {"model": {"experts": {"count": 4}}} if "ep" in mesh else {}
+    batch = {"global_batch": 4}  # a micro-batch for each of two stages
+    config = config_in(tmp_path, plan=plan, batch=batch, train={"steps": 3}, guard={"memory_every": 1}, **experts)
+    assert on_ranks_of_a_run(ranks, config, run) == [""] * ranks
+
+
+def test_experts_that_a_rank_has_gathered_otherwise_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = FullWeights.install
+
+    def install(full: FullWeights) -> None:
+        fresh = not full.present
+        real(full)
+        if fresh and dist.get_rank() == 2 and "experts" in full.space.layout.slots[0].name:
+            flip(full.data)
+
+    monkeypatch.setattr(FullWeights, "install", install)
+    plan, experts = {"name": "zero3", "mesh": {"ep": 2}}, {"experts": {"count": 4}}
+    config = config_in(tmp_path, plan=plan, train={"steps": 3}, guard={"memory_every": 1}, model=experts)
+    said = on_ranks_of_a_run(4, config, run)
+    assert "In step 1 ranks 0, 2 computed with other weights of unit 'blocks.0' than each other" in said[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 @pytest.mark.parametrize("start", [0, 1, 3])
 def test_every_bit_counts_in_what_stands_for_a_state(dtype: torch.dtype, start: int) -> None:

@@ -64,7 +64,7 @@ class Muon(MatrixOptimizer):
         settings |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         self._of = {"muon": _checked("muon", settings), "adamw": _checked("adamw", {} if adamw is None else adamw)}
         groups = [*_groups(matrices, "muon"), *_groups(others, "adamw")]
-        super().__init__([group for group in groups if group["params"]], {})
+        super().__init__(groups, {})
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """As torch's; `algorithm` in it is "muon" (which it is if left out) or "adamw"."""
@@ -190,4 +190,4 @@ def _groups(params: Any, algorithm: str) -> list[ParamGroup]:
         )
     if any(are_groups):
         return [{**group, "algorithm": algorithm} for group in params]
-    return [{"params": params, "algorithm": algorithm}]
+    return [{"params": params, "algorithm": algorithm}] if params else []

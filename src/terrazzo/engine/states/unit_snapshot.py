@@ -33,9 +33,7 @@ class UnitSnapshot:
         return held_pieces(self._unit.buckets, self._engine.drivers.stepping())
 
     def _look_at_gathered(self) -> None:
-        """Note sums of the full weights that all ranks along data axes have now."""
-        shared = (bucket for bucket in self._unit.buckets if bucket.axes is self._engine.axes)
-        self._gathered = [_sum(bucket.full.data) for bucket in shared]
+        self._gathered = [_sum(bucket.full.data) for bucket in self._unit.buckets]
 
     def changed(self) -> list[str]:
         """List what has changed since, before the update that may change it: name and state of each parameter."""
@@ -45,10 +43,18 @@ class UnitSnapshot:
         differ = torch.stack([a != b for (_, a), b in zip(self._before, now, strict=True)]).tolist() if now else []
         return [f"{piece.name}, {piece.kind}" for (piece, _), other in zip(self._before, differ, strict=True) if other]
 
-    def gathered(self) -> list[int]:
-        """Sums of the full weights at their first use since, equal on ranks along data axes; empty without a use."""
+    def gathered(self) -> list[tuple[list[tuple[int, int]], int]]:
+        """Each bucket's full weights at their first use since; empty without a use.
+
+        Returns:
+            This rank's coordinates along axes whose ranks have other weights there, and a sum, which is equal on all
+            ranks that have these coordinates.
+        """
         self._unit.weights.call_when_present(None)
-        return torch.stack(self._gathered).tolist() if self._gathered else []
+        axes = self._engine.axes
+        apart = [axes.coordinates((*axes.stage_axis, *axes.cut_along(each.family))) for each in self._unit.buckets]
+        sums = torch.stack(self._gathered).tolist() if self._gathered else []
+        return list(zip(apart, sums, strict=False))
 
 
 def _sum(tensor: Tensor) -> Tensor:

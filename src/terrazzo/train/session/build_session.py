@@ -51,7 +51,7 @@ from terrazzo.train.session.sampling import Sampling, question_of, sampling_of
 from terrazzo.train.session.session import Origin, Session
 from terrazzo.train.session.warm_kernels import load_kernels
 from terrazzo.train.settings.folders import absent_folders, make_log_folder, make_swap_folders, remove_empty
-from terrazzo.train.settings.optimizer import build_optimizer, build_schedule, division_of, steps_matrices
+from terrazzo.train.settings.optimizer import build_optimizer, build_schedule, division_of, group_names, steps_matrices
 from terrazzo.train.settings.plan import (
     build_diloco,
     build_offload,
@@ -151,11 +151,12 @@ def _build(
     together(lambda: try_linears(config, ranks.device), BadInput)
     model, flops_per_token = _model(config, before.data, sampling)
     notes += _model_notes(model)
+    groups = group_names(config.optimizer, model)
     parallelize_model(model, config, mesh)
     share = share_of(config, ranks, context_of(model))
     loader = Loader(before.data.train, config, share.reader, share.readers, share.of)
     make_swap_folders(config)
-    optimizer = build_optimizer(config.optimizer, model)
+    optimizer = build_optimizer(config.optimizer, model, groups)
     notes += _division_notes(config, model)
     base_bytes = _base_bytes(config) if ranks.device.type == "cpu" else 0  # the model is still without memory
     model, sharded = _shard(model, optimizer, config, mesh)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "check_settings",
     "construct",
     "division_of",
+    "group_names",
     "learning_rate_share",
     "optimizer_class",
     "resume_schedule",
@@ -118,47 +119,65 @@ def _other_kind(parameter: inspect.Parameter, value: Any) -> str | None:
     return None
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimizerConfig, model: nn.Module, groups: Collection[str] = ()) -> torch.optim.Optimizer:
     """The optimizer over `model`'s trainable parameters, in a group with and a group without weight decay.
 
     Parameters with fewer than two dimensions (norms, biases), unless `decay` is "all", and those named by `no_decay`
     are not decayed. Matrices that are updated whole are in two such groups of their own, before the others.
 
+    Args:
+        groups: those of the model of which `model` is a stage, as `group_names` has them: one of which there are no
+            parameters here is there, too, so that all stages have the same.
+
     Raises:
         BadInput: settings that the optimizer refuses.
     """
-    if steps_matrices(config):
-        division, muon = division_of(config, model), config.muon
-        decay = config.weight_decay if muon.weight_decay is None else muon.weight_decay
-        matrices = _groups(config, division.matrices, decay)
-        settings: dict[str, Any] = {"momentum": muon.momentum, "nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
-        return Muon(
-            matrices,
-            _groups(config, division.others, config.weight_decay),
-            lr=config.lr if muon.lr is None else muon.lr,
-            adjust_lr_fn=muon.adjust_lr,
-            adamw={"lr": config.lr, **_options(config)},
-            **settings,
-        )
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = _groups(config, named, config.weight_decay)
-    if "weight_decay" not in inspect.signature(optimizer_class(config)).parameters:
-        groups = [{"params": [p for _, p in named]}]
-    return construct(config, groups)
+    kept = {name: group for name, group in _groups(config, model).items() if group["params"] or name in groups}
+    if not steps_matrices(config):
+        return construct(config, list(kept.values()))
+    muon = config.muon
+    settings: dict[str, Any] = {"momentum": muon.momentum, "nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
+    return Muon(
+        [group for name, group in kept.items() if name.startswith(_MATRICES)],
+        [group for name, group in kept.items() if not name.startswith(_MATRICES)],
+        lr=config.lr if muon.lr is None else muon.lr,
+        adjust_lr_fn=muon.adjust_lr,
+        adamw={"lr": config.lr, **_options(config)},
+        **settings,
+    )
 
 
-def _groups(
-    config: OptimizerConfig, named: Sequence[tuple[str, nn.Parameter]], weight_decay: float
-) -> list[dict[str, Any]]:
+def group_names(config: OptimizerConfig, model: nn.Module) -> list[str]:
+    """The param groups of a model that is whole, for `build_optimizer` of its stages."""
+    return [name for name, group in _groups(config, model).items() if group["params"]]
+
+
+_MATRICES = "matrices"
+"""What the names of groups begin with that are updated whole."""
+
+
+def _groups(config: OptimizerConfig, model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Param groups by name, which may have no parameters."""
+
     def decays(name: str, parameter: nn.Parameter) -> bool:
         named = config.decay == "all" or parameter.ndim >= 2
         return named and not matches_any(name, config.no_decay)
 
-    groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in named if decays(n, p)], "weight_decay": weight_decay},
-        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    def in_two(title: str, named: Sequence[tuple[str, nn.Parameter]], weight_decay: float) -> dict[str, dict[str, Any]]:
+        return {
+            title: {"params": [p for n, p in named if decays(n, p)], "weight_decay": weight_decay},
+            f"{title} without decay": {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+        }
+
+    if steps_matrices(config):
+        division, of_matrices = division_of(config, model), config.muon.weight_decay
+        decay = config.weight_decay if of_matrices is None else of_matrices
+        others = in_two("others", division.others, config.weight_decay)
+        return in_two(_MATRICES, division.matrices, decay) | others
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if "weight_decay" not in inspect.signature(optimizer_class(config)).parameters:
+        return {"all": {"params": [p for _, p in named]}}
+    return in_two("all", named, config.weight_decay)
 
 
 def division_of(config: OptimizerConfig, model: nn.Module) -> Division:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from terrazzo.engine import UnitSnapshot, engine_of
@@ -22,7 +23,7 @@ class MemoryChecks:
         every: steps between two units; None for no checks.
 
     Attributes:
-        rotation: steps until all units have been checked.
+        rotation: steps until all units of all stages have been checked, as the newest check has found.
     """
 
     def __init__(self, session: Session, every: int | None) -> None:
@@ -50,8 +51,9 @@ class MemoryChecks:
         """
         snapshot, self._snapshot = self._snapshot, None
         assert snapshot is not None
-        of_ranks = gather_json([snapshot.changed(), snapshot.gathered()])
-        changed = {rank: names for rank, (names, _) in enumerate(of_ranks) if names}
+        of_ranks = gather_json([snapshot.changed(), snapshot.gathered(), len(self._engine.units)])
+        self.rotation = (self._every or 0) * max(units for *_, units in of_ranks)
+        changed = {rank: names for rank, (names, *_) in enumerate(of_ranks) if names}
         step = self._session.step + 1
         if changed:
             what = "; ".join(f"of rank {rank}: {listed(names)}" for rank, names in changed.items())
@@ -59,7 +61,7 @@ class MemoryChecks:
                 f"Memory has changed by itself between the updates of steps {step - 1} and {step}, in {snapshot.title},"
                 f" {what}."
             )
-        if (others := self._others([gathered for _, gathered in of_ranks])) is not None:
+        if (others := _others([gathered for _, gathered, _ in of_ranks])) is not None:
             ranks, most = others
             plural = "s" if len(ranks) > 1 else ""
             than = counted(most, "other rank") if most else "each other"
@@ -68,17 +70,22 @@ class MemoryChecks:
                 f" {than}, though all had gathered the same: memory, or the way between ranks, has changed them."
             )
 
-    def _others(self, gathered: list[list[int]]) -> tuple[list[int], int] | None:
-        """Ranks whose gathered weights differ from the majority's, and the size of that; 0 without a majority."""
-        mesh, size = self._session.config.plan.mesh, len(gathered)
-        groups: dict[Any, list[int]] = {}
-        for rank in range(size):
-            groups.setdefault((rank * mesh.pp // size, rank % mesh.tp), []).append(rank)
-        for ranks in groups.values():
-            counts = Counter(tuple(gathered[rank]) for rank in ranks)
-            if len(counts) > 1:
-                usual, most = counts.most_common(1)[0]
-                if 2 * most > len(ranks):
-                    return [rank for rank in ranks if tuple(gathered[rank]) != usual], most
-                return ranks, 0
-        return None
+
+def _others(gathered: Sequence[Sequence[Any]]) -> tuple[list[int], int] | None:
+    """Ranks whose gathered weights differ from the majority's, and the size of that; 0 without a majority.
+
+    Args:
+        gathered: by rank, what `UnitSnapshot.gathered` has returned there.
+    """
+    groups: dict[tuple[int, str], dict[int, int]] = {}
+    for rank, buckets in enumerate(gathered):
+        for number, (coordinates, total) in enumerate(buckets):
+            groups.setdefault((number, str(coordinates)), {})[rank] = total
+    for sums in groups.values():
+        counts = Counter(sums.values())
+        if len(counts) > 1:
+            usual, most = counts.most_common(1)[0]
+            if 2 * most > len(sums):
+                return [rank for rank, total in sums.items() if total != usual], most
+            return list(sums), 0
+    return None
