@@ -87,7 +87,7 @@ def test_parts_of_matrices_that_do_not_fit_are_refused_before_a_process_starts(t
     check_axes(config, ModelOnPaper(config))
     config = run(tmp_path, **sharing)
     with pytest.raises(
-        BadInput, match=r"precision.linears is .*feed_forward.down.* has 32 x 24, whose sizes are no multiples of 16"
+        BadInput, match=r"with precision.linears .*feed_forward.down.* has 32 x 24, whose sizes are no multiples of 16"
     ):
         check_axes(config, ModelOnPaper(config))
 
