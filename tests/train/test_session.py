@@ -139,6 +139,12 @@ def test_an_optimizer_that_makes_its_states_as_it_is_built_trains_and_goes_on(tm
     assert ends[0] == ends[1]
 
 
+def test_one_rank_alone_waits_for_no_late_one(tmp_path: Path) -> None:
+    assert trained(config_in(tmp_path)) == 0
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {record["cause_s"]["late_peer"] for record in records if record["kind"] == "step"} == {0.0}
+
+
 def test_a_checkpoint_of_another_loop_is_refused_by_name(tmp_path: Path) -> None:
     config = config_in(tmp_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -86,12 +87,18 @@ class TrainingLoop:
         checkpoints = self.session.checkpoints
         lost = checkpoints.lost() or self.report.lost()
         self.engine.traffic.record("control", self.stop.NBYTES)
-        with self.engine.traffic.times_of("", "control").waiting(late=True):
+        with self.waiting_for_all():
             stopped, broken = self.stop.agreed(checkpoints.failed() or lost is not None)
         if broken:
             refuse_lost(lost)
             checkpoints.wait()
         return stopped
+
+    def waiting_for_all(self) -> AbstractContextManager[None]:
+        """A context for an exchange between all ranks, in which a rank alone waits for nobody."""
+        if self.session.ranks.world_size == 1:
+            return nullcontext()
+        return self.engine.traffic.times_of("", "control").waiting(late=True)
 
     def after_step(self, *, stopped: bool) -> None:
         """Do what is due after a step that was taken: a log step, an evaluation, a checkpoint."""
@@ -189,7 +196,7 @@ class TrainingLoop:
         of_ranks = torch.zeros(dist.get_world_size(), len(numbers), dtype=torch.float64)
         of_ranks[dist.get_rank()] = numbers  # zero on all others, so that sums are exact
         self.engine.traffic.record("control", 8 * of_ranks.numel())
-        with self.engine.traffic.times_of("", "control").waiting(late=True):
+        with self.waiting_for_all():
             dist.all_reduce(of_ranks)
         self.report.step_record(self.recorder.record() | {"skew": self.recorder.skew(of_ranks.tolist())})
         self.recorder.take()  # this exchange belongs to the next record; the next step counts from zero
