@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +25,7 @@ from typer.testing import CliRunner
 from terrazzo import cli
 from terrazzo.errors import BadInput
 from terrazzo.launch.launcher import start_ranks as launcher
-from terrazzo.launch.launcher.labelled_output import LabelledOutput
+from terrazzo.launch.launcher.labelled_output import LabelledOutput, OutputTarget
 from terrazzo.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.launch.launcher.run_end import RanksAtEnd, report_end
 from terrazzo.launch.launcher_pipe import REPORT, Failure, Milestone
@@ -151,7 +155,7 @@ def test_a_shell_that_slurm_has_started_is_no_rank(asked: list[Any], monkeypatch
 
 
 def test_lines_are_labelled_once_they_are_whole(capfd: pytest.CaptureFixture[str]) -> None:
-    labelled = LabelledOutput("[rank 1] ", 1)
+    labelled = LabelledOutput("[rank 1] ", OutputTarget(1))
     for written, shown in (
         (b"one\ntw", "[rank 1] one\n"),
         (b"o\n", "[rank 1] two\n"),
@@ -172,8 +176,9 @@ def test_lines_are_labelled_once_they_are_whole(capfd: pytest.CaptureFixture[str
 
 def test_a_full_disk_is_said_once_and_ranks_go_on(capfd: pytest.CaptureFixture[str]) -> None:
     with open("/dev/full", "wb") as full:
+        target = OutputTarget(full.fileno())
         for _ in range(2):
-            labelled = LabelledOutput("[rank 1] ", full.fileno())
+            labelled = LabelledOutput("[rank 1] ", target)
             os.write(labelled.theirs, b"one\n")
             assert labelled.read()
             labelled.close_writing_end()
@@ -182,25 +187,75 @@ def test_a_full_disk_is_said_once_and_ranks_go_on(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == said
 
 
-def test_a_reader_who_is_behind_is_waited_for() -> None:
+@pytest.mark.parametrize("is_blocking", [True, False])
+def test_a_reader_who_is_behind_is_waited_for_by_the_rank_alone(is_blocking: bool) -> None:
     source, target = os.pipe()
-    os.set_blocking(target, False)
+    os.set_blocking(target, is_blocking)
     lines = b"".join(b"%d\n" % number for number in range(20_000))  # more than the pipe holds
-    labelled, read = LabelledOutput("r ", target), bytearray()
+    labelled, read = LabelledOutput("r ", OutputTarget(target)), bytearray()
+    labelled.start()
 
-    def read_all() -> None:
-        while data := os.read(source, 1 << 16):
-            read.extend(data)
+    def print_all() -> None:
+        left = memoryview(lines)
+        while left:
+            left = left[os.write(labelled.theirs, left) :]
+        labelled.close_writing_end()
+        labelled.finish()
 
-    reader = threading.Thread(target=read_all)
+    rank = threading.Thread(target=print_all)
+    rank.start()
+    rank.join()
+    assert not labelled.is_finished(0.2)
+    reader = threading.Thread(
+        target=lambda: [read.extend(data) for data in iter(lambda: os.read(source, 1 << 16), b"")]
+    )
     reader.start()
-    labelled._write(lines.splitlines())
-    labelled.close_writing_end()
-    labelled.close()
+    assert labelled.is_finished(30)
     os.close(target)
     reader.join()
     os.close(source)
     assert bytes(read) == b"".join(b"r " + line + b"\n" for line in lines.splitlines())
+
+
+FLOODS = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: None)
+while True:
+    sys.stdout.write("x" * 200 + "\\n")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("merged", [False, True], ids=["stdout", "stderr too"])
+def test_signals_are_heeded_while_nobody_reads(merged: bool, tmp_path: Path) -> None:
+    """Ranks that print without end into a full pipe, and what the launcher says with them, or beside them."""
+    (tmp_path / "floods.py").write_text(FLOODS)
+    reader, writer = os.pipe()
+    words = [sys.executable, "-m", "terrazzo", "run", "--ranks", "2", str(tmp_path / "floods.py")]
+    command = subprocess.Popen(words, stdout=writer, stderr=writer if merged else subprocess.PIPE, text=True)
+    os.close(writer)
+    with command:
+        try:
+            _await_full(reader)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                command.send_signal(number)
+                time.sleep(0.5)
+            assert command.wait(30) == 130
+            assert merged or (command.stderr is not None and command.stderr.readline() == f"{ASKED}\n")
+        finally:
+            command.kill()
+            os.close(reader)
+
+
+def _await_full(reader: int) -> None:
+    """Wait until nothing has fitted into a pipe for a while."""
+    size = fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ)
+    there, deadline = array.array("i", [0]), time.monotonic() + 90
+    while there[0] < size - 4096:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        fcntl.ioctl(reader, termios.FIONREAD, there)
+    time.sleep(1.0)
 
 
 def test_a_stop_that_was_asked_for_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,6 +298,9 @@ def test_a_script_that_is_ended_at_once_is_said_to_be(
             if begun:
                 asked()
             return signal.SIGINT
+
+        def await_output(self, signals: object) -> None:
+            pass
 
     monkeypatch.setattr(launcher, "LocalRanks", Ranks)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.launch.environment import RUN_ID
-from terrazzo.launch.launcher.labelled_output import LabelledOutput
+from terrazzo.launch.launcher.labelled_output import LabelledOutput, OutputTarget
 from terrazzo.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, Milestone
 from terrazzo.launch.stopping.received_signals import ASKING, ReceivedSignals
+from terrazzo.processes.standard_streams import say_on_stderr
 from terrazzo.processes.system import is_ending, is_stopped
 from terrazzo.processes.tether import interpreter_flags, tethered
 from terrazzo.telemetry.watchdog.evidence import Suspect
@@ -33,6 +34,7 @@ __all__ = ["LaunchSpec", "LocalRank", "LocalRanks"]
 
 _POLL_S = 0.1
 _STOPPING_S = 30.0  # time for ranks that were asked to stop to save, once one of them has ended
+_UNREAD_S = 3.0  # time for whoever reads what ranks have printed, once the run was asked to stop
 _UNKILLABLE_S = 10.0  # the kernel may keep a killed process for as long as a device or file system does not answer
 
 
@@ -98,6 +100,8 @@ class LocalRank:
             os.close(theirs)
             for output in outputs:
                 output.close_writing_end()
+        for output in outputs:
+            output.start()
 
     def read(self) -> bool:
         """Take in what it reports; returns False when its pipe is closed."""
@@ -213,15 +217,14 @@ class LocalRanks:
         self.recordings: list[Recording] = []
         self._lines = selectors.DefaultSelector()
         self._watchdog: Watchdog | None = None
+        targets = [OutputTarget(descriptor) for descriptor in (1, 2)] if labelled else []
         try:
             for number in range(start.ranks):
-                outputs = [LabelledOutput(f"[rank {number}] ", fd) for fd in (1, 2)] if labelled and number else []
+                outputs = [LabelledOutput(f"[rank {number}] ", target) for target in targets] if number else []
                 recording = Recording() if patience is not None else None
                 self.recordings += [] if recording is None else [recording]
                 self.ranks.append(rank := LocalRank(number, environment, start.words, outputs, recording))
                 self._lines.register(rank.line, selectors.EVENT_READ, rank)
-                for output in outputs:
-                    self._lines.register(output.line, selectors.EVENT_READ, output)
             if patience is not None:
                 recorded = {each.rank: (each.recording.tail, each.pid) for each in self.suspects}
                 self._watchdog = Watchdog(recorded, patience)
@@ -298,9 +301,19 @@ class LocalRanks:
         for rank in self.ranks:
             os.close(rank.line)
             for output in rank.outputs:
-                output.close()
+                output.finish()
         for recording in self.recordings:
             recording.close()
+
+    def await_output(self, signals: ReceivedSignals) -> None:
+        """Once all have ended: wait until what they have printed is written, a stop asked for within reason."""
+        deadline = float("inf")
+        while not all(output.is_finished(_POLL_S) for rank in self.ranks for output in rank.outputs):
+            if signals.received:
+                deadline = min(deadline, time.monotonic() + _UNREAD_S)
+            if time.monotonic() > deadline:
+                say_on_stderr("The last lines of the ranks are lost: nobody reads them.")
+                return
 
     def _pass_on(self, number: int) -> None:
         """Send a signal to the ranks that handle it by now. Others would die; in the trainer one rank is enough."""

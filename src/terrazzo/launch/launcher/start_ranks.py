@@ -74,6 +74,7 @@ def _run(ranks: LocalRanks, signals: ReceivedSignals, notices: Notices | None, c
     with ranks as started:
         kill_signal = started.wait(signals, lambda: _say_stopping(started, notices))
         evidence = keep_evidence(started.suspects, started.stall) if started.stall is not None else ""
+    started.await_output(signals)
     stop_signal = next(iter(signals.received), None)
     oom_kills = started.oom_kills
     at_end = RanksAtEnd(started.ranks, stop_signal, kill_signal, started.stall, evidence, oom_kills, notices)
