@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import threading
 import time
 from importlib import import_module
@@ -16,10 +17,12 @@ from typer.testing import CliRunner
 
 from terrazzo import cli
 from terrazzo.errors import BadInput
-from terrazzo.processes.system import boot_id
+from terrazzo.processes.system import birth_of, boot_id, pid_namespace
 from terrazzo.telemetry import FlightRecorder, LiveRanks, has_ended, lines_of, rows_of, run_lines, screen_of
+from terrazzo.telemetry.flight.folder import ranks_are_gone
 from terrazzo.telemetry.log.records import GrowingLines
 from terrazzo.telemetry.steps.metrics import StepMetrics
+from tests.helpers import programs
 from tests.telemetry.test_verdict import record, settings, write_run
 
 
@@ -280,6 +283,51 @@ def test_a_run_that_failed_ends_its_watch_once_nobody_starts_it_again(
     done = CliRunner().invoke(cli.app, ["watch", str(run)])
     assert done.exit_code == 0
     assert done.output.splitlines()[-1] == "ended with exit code 81: Rank 2 is stopped " + "x" * 90
+
+
+SLEEPS = """
+import sys, time, torch, torch.distributed as dist, terrazzo as tz
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(4, 4)
+model, _ = tz.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3", units=[])
+tz.telemetry.attach(model, sys.argv[1], stall_s=None)
+print("begun", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.processes
+def test_a_run_that_was_killed_ends_its_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is left who could say how it ended. While its process is there it is watched."""
+    monkeypatch.setattr(import_module("terrazzo.cli.watch"), "_FAILED_S", 0.3)
+    run = tmp_path / "run"
+    rank = programs.Program("-c", SLEEPS, str(run))
+    assert rank.stdout.readline() == "begun\n"
+    killed: list[float] = []
+
+    def kill() -> None:
+        killed.append(time.monotonic())
+        rank.send_signal(signal.SIGKILL)
+        rank.wait(30)
+
+    threading.Timer(1.5, kill).start()
+    done = CliRunner().invoke(cli.app, ["watch", str(run)])
+    assert killed, "not before"
+    assert done.exit_code == 0
+    assert done.output.splitlines()[-1].startswith("ended without a note of how: ")
+    rank.close()
+
+
+@pytest.mark.parametrize("other", [{}, {"boot": "another"}, {"pids": "pid:[1]"}], ids=["here", "machine", "container"])
+def test_ranks_of_another_machine_or_container_are_not_known_to_be_gone(other: dict[str, str], tmp_path: Path) -> None:
+    """Nor is one whose number another process has now; one that is there is another's."""
+    (tmp_path / "flight").mkdir()
+    here = {"pid": os.getpid(), "descriptor": 3, "boot": boot_id(), "pids": pid_namespace()}
+    for birth, gone in ((birth_of(os.getpid()), False), ("7", not other)):
+        (tmp_path / "flight/rank-00000.live").write_text(json.dumps(here | other | {"birth": birth}))
+        assert ranks_are_gone(tmp_path) == gone
+    (tmp_path / "flight/rank-00001.live").write_text(json.dumps(here | {"birth": birth_of(os.getpid())}))
+    assert not ranks_are_gone(tmp_path), "one of two"
 
 
 def test_a_run_that_ended_in_order_needs_no_word_of_how(tmp_path: Path) -> None:

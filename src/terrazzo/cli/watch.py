@@ -21,7 +21,9 @@ __all__ = ["watch"]
 
 _WAIT_S = 0.5
 _FAILED_S = 20.0
-"""Seconds after its note of a failure for which a run may still be started again."""
+"""Seconds after its note of a failure, or without any rank, for which a run may still be started again."""
+
+_KILLED = "ended without a note of how: all its processes on this machine are gone, killed with whoever started them"
 
 
 def watch(
@@ -30,8 +32,9 @@ def watch(
     """Follow a run while it goes on: its last log steps, where the time of a step goes, which rank others wait for, and
     where each rank of this machine is now: step, phase, unit, what it waits for.
 
-    It ends when the run does; Ctrl-C ends it before, and does nothing to the run. Into a pipe or a file it writes
-    what it follows, and a line for each log step.
+    It ends when the run does, or some seconds after its processes, all of them of this machine, were killed; Ctrl-C
+    ends it before, and does nothing to the run. Into a pipe or a file it writes what it follows, and a line for each
+    log step.
     """
     from rich.console import Console
 
@@ -109,7 +112,7 @@ class _WatchedRun:
         try:
             age_s = time.time() - self._files.exit_note.stat().st_mtime
         except OSError:
-            return None
+            return _KILLED if not has_ended(lines) and self._ranks.gone_s() > _FAILED_S else None
         if has_ended(lines) or age_s < _FAILED_S or (note := exit_of(self._files.path)) is None:
             return None
         return f"ended with exit code {note.code}: {note.cause}"

@@ -20,6 +20,7 @@ __all__ = [
     "is_traced",
     "memory_file",
     "oom_kills",
+    "pid_namespace",
     "processor_s",
     "state_of",
     "text_of",
@@ -79,6 +80,14 @@ def state_of(pid: int, root: Path = SYS) -> str:
 def birth_of(pid: int, root: Path = SYS) -> str:
     """When a process began: another time than that of an earlier one of its number; empty where there is none."""
     return "".join(_stat(pid, root)[19:20])
+
+
+def pid_namespace(root: Path = SYS) -> str:
+    """That of this process, such as `pid:[4026531836]`: a container has its own pids. Empty where there are none."""
+    try:
+        return os.readlink(root.parent / "proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def waits_for_drive(pid: int, root: Path = SYS) -> bool:

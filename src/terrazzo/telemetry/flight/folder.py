@@ -15,13 +15,13 @@ from terrazzo.engine import Engine
 from terrazzo.errors import BadInput
 from terrazzo.files import replacing
 from terrazzo.processes.ending import Ending
-from terrazzo.processes.system import boot_id
+from terrazzo.processes.system import birth_of, boot_id, pid_namespace, state_of
 from terrazzo.telemetry.flight.recorder import RingRecorder
 from terrazzo.telemetry.flight.ring import FIELDS, Flight, Ring, Tail, read_flight
 from terrazzo.telemetry.log.run_folder import RunFolder, rank_files
 from terrazzo.telemetry.log.sinks import saying_unwritable
 
-__all__ = ["FlightRecorder", "LiveRank", "flights_of", "save_flight", "tails_of"]
+__all__ = ["FlightRecorder", "LiveRank", "flights_of", "ranks_are_gone", "save_flight", "tails_of"]
 
 
 class FlightRecorder:
@@ -52,8 +52,7 @@ class FlightRecorder:
         self.events.follow(engine, folder=str(folder))
         with saying_unwritable(_live(folder, self._rank)):
             _clear(folder, self.events.table)
-            live = {"pid": os.getpid(), "descriptor": self.descriptor, "boot": boot_id()}
-            _live(folder, self._rank).write_text(json.dumps(live))
+            _live(folder, self._rank).write_text(json.dumps(_told_of_this_process(self.descriptor)))
         if not self.watched:
             self._saving = Ending(self, functools.partial(_save, self.descriptor))
 
@@ -133,6 +132,36 @@ def tails_of(run: Path, known: Mapping[LiveRank, Tail]) -> dict[LiveRank, Tail]:
             if tail.table.keys() >= FIELDS:
                 tails[live] = tail
     return tails
+
+
+def ranks_are_gone(run: Path) -> bool:
+    """Whether a run has begun, and no process of its ranks is there any more, though none has ended in order.
+
+    Of processes on another machine, or in a container of its own, nothing is known: then it is False.
+    """
+    files = [path for _, path in rank_files(RunFolder(run).flight) if path.suffix == ".live"]
+    return bool(files) and all(_is_gone(path) for path in files)
+
+
+def _is_gone(path: Path) -> bool:
+    """Whether the process that the rank's file at `path` names has been here, and has ended."""
+    with _of_others(), contextlib.suppress(OSError):
+        live = json.loads(path.read_text())
+        seen = (live["boot"], live["pids"]) == (boot_id(), pid_namespace())
+        return seen and (birth_of(int(live["pid"])) != live["birth"] or state_of(int(live["pid"])) in ("Z", "X"))
+    return False
+
+
+def _told_of_this_process(descriptor: int) -> dict[str, Any]:
+    """What others are told of this process and of its ring, for the file `_live`."""
+    pid = os.getpid()
+    return {
+        "pid": pid,
+        "descriptor": descriptor,
+        "boot": boot_id(),
+        "pids": pid_namespace(),
+        "birth": birth_of(pid),
+    }
 
 
 def _read_live(path: Path) -> Flight | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from terrazzo.telemetry.flight.folder import LiveRank, tails_of
+from terrazzo.telemetry.flight.folder import LiveRank, ranks_are_gone, tails_of
 from terrazzo.telemetry.flight.ring import Tail
 from terrazzo.telemetry.watchdog.rank_progress import RankProgress
 
@@ -23,6 +23,16 @@ class LiveRanks:
         self._run = run
         self._tails: dict[LiveRank, Tail] = {}
         self._progress_of: dict[LiveRank, RankProgress] = {}
+        self._gone_since: float | None = None
+
+    def gone_s(self) -> float:
+        """For how many seconds no rank has been there any more, as far as was seen; 0 while that is not known."""
+        if not ranks_are_gone(self._run):
+            self._gone_since = None
+            return 0.0
+        now = time.monotonic()
+        self._gone_since = now if self._gone_since is None else self._gone_since
+        return now - self._gone_since
 
     def lines(self) -> list[str]:
         """A line for each rank that runs on this machine: step, phase, unit, and what it waits for."""
