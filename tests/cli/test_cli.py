@@ -48,6 +48,28 @@ def test_version_is_the_projects() -> None:
     assert CliRunner().invoke(cli.app, ["--version"]).output == f"terrazzo {stated}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "starts", "said"),
+    [
+        ("train a.yaml", "terrazzo.config.load_config", "Ended before training began: nothing is lost.\n"),
+        ("run a.py", "terrazzo.launch.script.start_script.run_script", "Ended before the script began.\n"),
+    ],
+)
+def test_an_interrupt_before_anything_was_started_has_a_line(
+    words: str, starts: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the seconds of imports and checks, in which nobody passes it on yet."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(starts, interrupted)
+    monkeypatch.setattr(sys, "argv", ["terrazzo", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, said)
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_terminal_shows_that_a_configuration_is_checked(
     is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -118,6 +140,50 @@ def test_a_reader_that_leaves_ends_a_report_quietly() -> None:
         assert program.stderr.read() == ""
         assert program.wait(60) == 141
         program.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "code"), [("--help", 1), ("--version", 1), ("train --help", 1), ("config check a.yaml", 70)]
+)
+def test_a_full_disk_under_the_output_is_one_line(words: str, code: int, tmp_path: Path) -> None:
+    """Also of what is printed at the end, and of the help of a verb which goes on where nobody reads."""
+    (tmp_path / "a.yaml").write_text("plan: zero3\n")
+    full = f"{sys.executable} -m terrazzo {words} > /dev/full"
+    done = subprocess.run(["sh", "-c", full], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    said = "Error: stdout cannot be written: No space left on device.\n"
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+CLOSED = """
+import os, subprocess, sys
+from terrazzo.processes.standard_streams import open_missing
+open_missing()
+print(sys.stdin.read(), sys.stdout.isatty(), flush=True)
+print("lost", file=sys.stderr, flush=True)
+subprocess.run([sys.executable, "-c", "print(1, flush=True)"], check=True)
+os.write(int(sys.argv[1]), b"%d" % os.open("/dev/null", os.O_RDONLY))
+"""
+
+
+def test_streams_that_are_closed_lead_nowhere_and_no_file_gets_their_place() -> None:
+    told, tell = os.pipe()
+    words = f'exec {sys.executable} -c "$0" {tell} <&- >&- 2>&-'
+    done = subprocess.run(["sh", "-c", words, CLOSED], pass_fds=[tell], timeout=60, check=False)
+    os.close(tell)
+    with os.fdopen(told) as pipe:
+        assert (done.returncode, int(pipe.read() or 0) > 2) == (0, True)
+
+
+@pytest.mark.processes
+def test_a_verb_without_stdout_says_what_is_wrong_with_its_input(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("plan: zero33\n")
+    closed = f"{sys.executable} -m terrazzo train a.yaml >&-"
+    done = subprocess.run(
+        ["sh", "-c", closed], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "Did you mean 'zero3'" in done.stderr
 
 
 def test_the_page_of_exit_codes_names_the_verbs_that_outlive_their_reader() -> None:

@@ -71,6 +71,7 @@ from terrazzo.config import without_passwords
 from terrazzo.errors import TerrazzoError
 from terrazzo.exit_codes import BROKEN, FAILED, exit_codes_text
 from terrazzo.messages import printable
+from terrazzo.processes.standard_streams import open_missing
 
 __all__ = ["VERBS", "VerbRow", "app", "main"]
 
@@ -116,6 +117,14 @@ class VerbRow(NamedTuple):
     outlives_reader: bool = False
     epilog: str | None = None
 
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def asks_help(self, words: list[str]) -> bool:
+        """Whether the verb only shows its options; behind a script `--help` is the script's."""
+        return "--help" in (words[2:3] if self.takes_script else words)
+
 
 VERBS = (
     VerbRow(init, answer_init_option),
@@ -147,12 +156,14 @@ _ANSWERING = ("checkpoint", "config")
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
+    open_missing()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
         sys.stdout.reconfigure(errors="replace")  # ASCII has no ×, and shows ? for it
     verb = sys.argv[1] if len(sys.argv) > 1 else ""
-    outlives_reader = any(row.outlives_reader for row in VERBS if row.function.__name__ == verb)
-    with contextlib.nullcontext() if outlives_reader else ending_unread():
-        _run(BROKEN if verb in _ANSWERING else FAILED)
+    outlives_reader = any(row.outlives_reader and not row.asks_help(sys.argv) for row in VERBS if row.name == verb)
+    failed = BROKEN if verb in _ANSWERING else FAILED
+    with contextlib.nullcontext() if outlives_reader else ending_unread(failed):
+        _run(failed)
 
 
 def _run(failed: int) -> None:

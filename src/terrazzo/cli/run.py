@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from terrazzo.cli.shared.arguments import whole_number
+from terrazzo.cli.shared.interrupted import ending_interrupted
 from terrazzo.errors import BadInput
 from terrazzo.shell_command import terrazzo_command
 
@@ -40,12 +41,15 @@ def run(
 
     terrazzo run --ranks 2 -m package.module --lr 1e-3
     """
-    from terrazzo.launch.script.start_script import Script, run_script  # imports torch
+    from terrazzo.launch.stopping.notices import ENDED_BEFORE_SCRIPT
 
     rest = list(arguments or [])
     if ranks is None:
         ranks, rest = _ranks_of(target, rest)
-    raise typer.Exit(run_script(Script(target, rest, is_module), ranks))
+    with ending_interrupted(ENDED_BEFORE_SCRIPT):
+        from terrazzo.launch.script.start_script import Script, run_script  # imports torch
+
+        raise typer.Exit(run_script(Script(target, rest, is_module), ranks))
 
 
 def _ranks_of(target: str, arguments: list[str]) -> tuple[int | None, list[str]]:

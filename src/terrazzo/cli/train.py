@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from terrazzo.cli.shared.interrupted import ending_interrupted
 from terrazzo.errors import BadInput
 from terrazzo.messages import printable
 from terrazzo.shell_command import terrazzo_command
@@ -37,6 +38,7 @@ def train(
     """
     from terrazzo.config import load_config
     from terrazzo.launch.environment import adopt_slurm, is_rank, library_settings
+    from terrazzo.launch.stopping.notices import ENDED_BEFORE_TRAINING
 
     if config.suffix == ".py":
         raise BadInput(f"'{config}' is a script, and no configuration: write {terrazzo_command()} run {config}.")
@@ -46,9 +48,10 @@ def train(
         from terrazzo.train.trainer_rank import train_as_rank
 
         train_as_rank(config, overrides or [])  # ends the process
-    settings = load_config(config, overrides or [])  # before seconds of imports
-    if sys.stdout.isatty():
-        print(f"checking {printable(str(config))} ...", flush=True)
-    from terrazzo.train.start_trainer import start_training
+    with ending_interrupted(ENDED_BEFORE_TRAINING):
+        settings = load_config(config, overrides or [])  # before seconds of imports
+        if sys.stdout.isatty():
+            print(f"checking {printable(str(config))} ...", flush=True)
+        from terrazzo.train.start_trainer import start_training
 
-    raise typer.Exit(start_training(settings, config, overrides or []))
+        raise typer.Exit(start_training(settings, config, overrides or []))

@@ -18,7 +18,7 @@ from terrazzo.launch.environment import adopt_slurm, is_rank, require_environmen
 from terrazzo.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.launch.launcher.start_ranks import launch_ranks
 from terrazzo.launch.machine import ranks_to_start
-from terrazzo.launch.stopping.notices import Notices
+from terrazzo.launch.stopping.notices import ENDED_BEFORE_SCRIPT, Notices
 from terrazzo.messages import counted
 from terrazzo.processes.tether import interpreter_flags
 from terrazzo.shell_command import terrazzo_command
@@ -72,7 +72,7 @@ def notices_of_script(ranks: int) -> Notices:
     """What is said when a script is asked to stop: only the script knows what it does then."""
     who, them = (f"all {ranks} ranks of the script", "them") if ranks > 1 else ("the script", "it")
     stopping = f"Stopping: waiting for {who} to end. Ctrl-C once more ends {them} at once."
-    return Notices(lambda trains: stopping, lambda: "Ended at once, as asked.", "Ended before the script began.")
+    return Notices(lambda trains: stopping, lambda: "Ended at once, as asked.", ENDED_BEFORE_SCRIPT)
 
 
 def environment_of_script(ranks: int) -> dict[str, str]:

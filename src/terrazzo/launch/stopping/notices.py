@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from terrazzo.processes.standard_streams import say_on_stderr
 from terrazzo.telemetry.log.exit_note import ExitNote
 
-__all__ = ["Notices", "say_now"]
+__all__ = ["ENDED_BEFORE_SCRIPT", "ENDED_BEFORE_TRAINING", "Notices", "say_now"]
+
+ENDED_BEFORE_TRAINING = "Ended before training began: nothing is lost."
+ENDED_BEFORE_SCRIPT = "Ended before the script began."
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Notices:
 
     asked: Callable[[bool], str]
     cut_short: Callable[[], str]
-    ended_unasked: str = "Ended before training began: nothing is lost."
+    ended_unasked: str = ENDED_BEFORE_TRAINING
     on_end: Callable[[ExitNote], object] = lambda note: None
     on_restart: Callable[[], object] = lambda: None
 
