@@ -198,6 +198,28 @@ def test_buffers_are_as_if_a_step_that_failed_had_not_been(failing: str, schedul
         assert torch.equal(found[name], each), name
 
 
+def test_an_evaluation_that_failed_leaves_the_gradients_of_the_step_around_it() -> None:
+    base = layers()
+    plain = copy.deepcopy(base)
+    oracle = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.5)
+    sum((loss_of(plain(x), target) for x, target in batches(0)), torch.zeros(())).backward()
+    oracle.step()
+
+    def fail(output: Tensor, target: Tensor) -> Tensor:
+        raise OutOfLuck
+
+    def body(rank: int) -> Any:
+        model, optimizer, _ = cut(base, pp=2)
+        tz.step(model, batches(0), loss_of)
+        with torch.no_grad():
+            told(lambda: tz.step(model, batches(1), fail))
+        optimizer.step()
+        return tz.full_state_dict(model)
+
+    found = run_in_threads(2, body, timeout_s=10.0)[0]
+    torch.testing.assert_close(found, {**plain.state_dict()})
+
+
 def test_what_one_data_rank_refuses_of_its_loss_is_raised_on_all() -> None:
     """Terrazzo's own errors keep their class."""
 

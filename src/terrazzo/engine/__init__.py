@@ -6,7 +6,6 @@ Folders, from the lowest to the highest:
     instrumentation  what is told and counted while a step runs
     comm             how ranks exchange
     mesh             the axes of the mesh, and the collectives along each
-    pipeline         the stages of a model that this rank runs
     formats          what numbers look like in fewer bits than any dtype has
     plan             what is stated: flat spaces, places, what moves
     buckets          what is in memory, and how parameters are views of it
@@ -15,6 +14,7 @@ Folders, from the lowest to the highest:
     progress         how far a training has come: steps, the loss scale, divisors, passes that raised
     consensus        what ranks must have alike, and where they compare it
     hooks            what torch calls while a model runs
+    pipeline         a model in stages: those that this rank runs, and a step of them
     optim            stock optimizers over flat master weights
     offload          what is away from the device
     unit_forwards    activation checkpointing and compilation: what is put around forwards of units
@@ -105,8 +105,8 @@ from terrazzo.engine.model.training_calls import accumulate, clip_grad_norm_, ga
 from terrazzo.engine.model.unused_gradients import UnusedGradients, unused_gradients
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.stock.elementwise import ELEMENTWISE, check_elementwise, check_narrow
-from terrazzo.engine.pipeline.absent_parameters import give_up
 from terrazzo.engine.pipeline.stages import STAGES_OF, Stages, stages_of
+from terrazzo.engine.plan.absent_parameters import give_up
 from terrazzo.engine.plan.box import Box, Owned, Record, leave_record, record_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.partition import parameters_by_names
@@ -114,7 +114,6 @@ from terrazzo.engine.plan.place import OFFLOADS, PLANS, Place, Plan
 from terrazzo.engine.plan.precision import DTYPE_NAMES, DTYPES, MOMENTS_NAMES, PRECISIONS, LossScaling, Precision
 from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.plan.unit_choice import Units, find_units
-from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.sharding.attach import attach
 from terrazzo.engine.sharding.shard import estimate, shard
 from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer, check_no_extra_state, persistent_buffers
@@ -153,7 +152,6 @@ __all__ = [
     "ParameterInfo",
     "PersistentBuffer",
     "Piece",
-    "PipelineSchedule",
     "Place",
     "Plan",
     "Precision",

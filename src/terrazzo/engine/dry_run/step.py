@@ -23,10 +23,10 @@ from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.stock.template import Templates, matrix_needs
+from terrazzo.engine.pipeline.pipeline_schedule import PipelineSchedule
 from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.schedule.order import contains
-from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["StepSpec", "dry_run", "parameters_of"]

@@ -14,7 +14,7 @@ from terrazzo.engine.hooks.forward_hooks import ForwardHooks
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.progress.raised_passes import RaisedPasses
 from terrazzo.engine.progress.training_progress import Progress
-from terrazzo.engine.schedule.pipeline import PipelineSchedule
+from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["ModelHooks"]
@@ -63,6 +63,6 @@ class ModelHooks:
         """From now on, no forward may gather weights; None: it may again."""
         self._forward.refuse(why)
 
-    def end_micro_batches(self, schedule: PipelineSchedule) -> None:
-        """Every micro-batch of a step in stages has run: sum what they have added up. Collective."""
-        self._backward.complete(schedule.end_micro_batches())
+    def complete(self, backward: BackwardPass) -> None:
+        """Sums of all gradients of a backward that autograd did not run have been started: end it. Collective."""
+        self._backward.complete(backward)

@@ -29,6 +29,8 @@ from terrazzo.engine.model.outer_step import OuterSteps
 from terrazzo.engine.model.weight_average import Average
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.segments.off_device_updates import Half
+from terrazzo.engine.pipeline.pipeline_schedule import PipelineSchedule
+from terrazzo.engine.pipeline.staged_step import StagedStep
 from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
@@ -67,6 +69,7 @@ class Engine:
         why_units: how the units were found.
         store: host memory and swap files of what does not rest on the device.
         stages: of the model that this rank runs; None for a whole one. `buffer_bytes`: of their buffers.
+        staged_step: what runs these stages tells of a step; None for a whole model.
         drivers: one for each optimizer.
         process: that sharded the model.
         average: of trained weights, where `tz.EMA` has begun one: checkpoints save it.
@@ -86,6 +89,7 @@ class Engine:
     store: Store
     stages: Stages | None = None
     buffer_bytes: int = 0
+    staged_step: StagedStep | None = field(default=None, init=False)
     drivers: Drivers = field(init=False)
     process: int = field(default_factory=os.getpid, init=False)
     average: Average | None = field(default=None, init=False)
@@ -100,6 +104,8 @@ class Engine:
         drivers = self.drivers = Drivers(self.trainable(), self.progress)
         self.gradients = ModelGradients(self.trainable(), self.sharding, self.progress, schedule, hooks, drivers)
         hooks.recover_with(drivers.recover)
+        if isinstance(schedule, PipelineSchedule):
+            self.staged_step = StagedStep(schedule, hooks, self.progress.denominator, self.trainable())
         settings, templates = self.store.settings, lambda: drivers.templates
         self.promise = Promise(units, self.sharding, schedule, templates, settings, self.stages, self.buffer_bytes)
         if (diloco := self.sharding.diloco) is not None:

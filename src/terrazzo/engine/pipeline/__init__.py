@@ -1,7 +1,9 @@
-"""A model in stages, of which each rank runs some: `terrazzo.parallel` cuts it, the engine reads this of it.
+"""A model in stages, of which each rank runs some: `terrazzo.parallel` cuts it and runs it, the engine takes part.
 
     stages             the stages of a model that this rank runs, and their turns in a step
-    absent_parameters  what stands for the parameters of the others, which are drawn here too, then dropped
+    pipeline_schedule  the schedule with several micro-batches under way: what moves as stages take turns
+    staged_step        one step, as what runs the stages tells the engine of it
 
-When stages run is `schedule/pipeline`; to a model that is not in stages none of this applies.
+To a model that is not in stages none of this applies. What stands for the parameters of other stages is
+`plan/absent_parameters`.
 """

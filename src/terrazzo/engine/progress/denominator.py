@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from terrazzo.engine.plan.moves import Divisor
@@ -48,6 +50,16 @@ class Denominator:
                 "for the next step, after step() or zero_grad() of each optimizer whose parameters have gradients."
             )
         self.chosen = chosen
+
+    @contextmanager
+    def kept_if_refused(self) -> Iterator[None]:
+        """What is chosen inside holds only if nothing is raised there."""
+        chosen = self.chosen
+        try:
+            yield
+        except BaseException:
+            self.chosen = chosen
+            raise
 
     @property
     def unscaled(self) -> float:

@@ -36,6 +36,10 @@ class RaisedPasses:
         """Note that gradients were forgotten because a backward had raised."""
         self.abandoned = True
 
+    def step_raised(self) -> None:
+        """Note that gradients of all micro-batches were forgotten because one of a step in stages had raised."""
+        self.abandoned = self._had_gradients = True
+
     def gradients_zeroed(self) -> None:
         """Note that the user has forgotten gradients, or set them to zero: the step can be run again."""
         self.abandoned = self._forward_raised = False

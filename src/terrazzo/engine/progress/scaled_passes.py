@@ -53,7 +53,7 @@ class Passes:
     def end_forward(self, model: nn.Module) -> None:
         """The model's own forward has returned, or raised."""
 
-    def gradient_has_it(self) -> None:
+    def note_scaled(self) -> None:
         """Gradients of the backward now under way have been multiplied, here or on another stage."""
 
     def check_gradient(self, name: str) -> None:
@@ -76,11 +76,11 @@ class ScaledPasses(Passes):
 
     def __init__(self, loss_scale: LossScale) -> None:
         self.loss_scale = loss_scale
-        self._in_use = False  # whether gradients of the backward now under way have been multiplied by it
+        self._are_scaled = False  # gradients of the backward now under way
 
     def begin_forward(self, model: nn.Module) -> None:
         """Modules find what they have put aside as they left it: in a forward its gradient comes from the outputs."""
-        self._in_use = False
+        self._are_scaled = False
         map_asides(model, _unscaled)
 
     def check_unit(self, title: str) -> None:
@@ -120,11 +120,11 @@ class ScaledPasses(Passes):
         with torch.inference_mode(False), torch.enable_grad():
             map_asides(model, scaled)
 
-    def gradient_has_it(self) -> None:
-        self._in_use = True
+    def note_scaled(self) -> None:
+        self._are_scaled = True
 
     def check_gradient(self, name: str) -> None:
-        if not self._in_use:
+        if not self._are_scaled:
             raise Misuse(
                 f"A gradient reached {name!r} without passing through the model's output, so the loss scale of fp16 "
                 "is missing from it. Return every tensor that a loss is computed from out of the model's forward, in "
@@ -132,7 +132,7 @@ class ScaledPasses(Passes):
             )
 
     def end_backward(self) -> None:
-        self._in_use = False
+        self._are_scaled = False
 
     def _scaled(self, output: Tensor) -> Tensor:
         """`output` in fp32, whose gradient is multiplied by the scale on its way in."""
@@ -189,7 +189,7 @@ class _ScaleBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.passes.gradient_has_it()
+        ctx.passes.note_scaled()
         return (grads[0] * ctx.passes.loss_scale.scale).to(ctx.dtype), None
 
 

@@ -29,7 +29,6 @@ gathers when it comes to B, or to the end.
     backward    one backward along it
     straying    units that come elsewhere than in the program
     schedule    begins and ends passes; what lasts from one to the next
-    pipeline    the same with several micro-batches under way, of a model in stages
 
-Read them in that order.
+Read them in that order. `pipeline/pipeline_schedule` is the same with several micro-batches under way.
 """

@@ -30,6 +30,7 @@ from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.stock.param_groups import orphans
+from terrazzo.engine.pipeline.pipeline_schedule import PipelineSchedule
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.place import Plan
@@ -38,7 +39,6 @@ from terrazzo.engine.plan.unit_choice import Units
 from terrazzo.engine.progress.denominator import Denominator
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.pages import keep_freed, keeps, return_freed
-from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.sharding.attach import put_on
 from terrazzo.engine.sharding.initial_values import InitialValues

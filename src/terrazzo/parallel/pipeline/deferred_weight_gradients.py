@@ -10,16 +10,14 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrazzo.engine import Engine
 from terrazzo.engine.buckets.parameters.gradient_hooks import has_hooks, is_accumulated
-from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.moves import GradientFate
+from terrazzo.engine.pipeline.staged_step import DeferredGradient, StagedStep
 from terrazzo.nn.float8_linear import Float8Linear, product_of
 from terrazzo.nn.float8_products import Float8
 
@@ -30,28 +28,17 @@ _DEFERRABLE = (nn.Linear.forward, Float8Linear.forward)
 """Forwards of which the gradient of the weight is one product."""
 
 
-class _Gradient(Protocol):
-    """What is asked of the engine's `Gradient` of a weight."""
-
-    spec: BucketSpec
-
-    def begin(self, fate: GradientFate) -> object: ...
-    def add(self, index: int, grad: Tensor, fate: GradientFate) -> None: ...
-
-
 class _Product(NamedTuple):
     """The factors of the gradient of a weight, `[outputs, inputs]`.
 
     Attributes:
-        gradient: of the bucket of the weight.
-        place: the weight's place in it.
+        gradient: that they are a part of.
         inputs: the layer's inputs, `[..., inputs]`.
         grad: the gradient of its outputs, `[..., outputs]`.
         float8: the products of a layer in 8 bits; None where the factors are multiplied as they are.
     """
 
-    gradient: _Gradient
-    place: int
+    gradient: DeferredGradient
     inputs: Tensor
     grad: Tensor
     float8: Float8 | None
@@ -66,13 +53,8 @@ class DeferredWeights:
         turn: the stage and the micro-batch that run now.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._places = {
-            id(member.parameter): (bucket.gradient, place)
-            for bucket in engine.trainable()
-            for place, member in enumerate(bucket.members)
-        }
+    def __init__(self, step: StagedStep) -> None:
+        self._gradients = step.deferrable()
         self._waiting: defaultdict[tuple[int, int], list[_Product]] = defaultdict(list)
         self.turn = (0, 0)
 
@@ -94,7 +76,7 @@ class DeferredWeights:
         if not isinstance(module, nn.Linear) or type(module).forward not in _DEFERRABLE:
             return False
         weight = module._parameters.get("weight")
-        if weight is None or id(weight) not in self._places:
+        if weight is None or weight not in self._gradients:
             return False
         return "forward" not in vars(module) and not has_hooks(weight)
 
@@ -122,20 +104,19 @@ class DeferredWeights:
         """
         if not is_accumulated(weight):
             return False
-        gradient, place = self._places[id(weight)]
-        gradient.begin(self._engine.schedule.fate)
-        self._waiting[self.turn].append(_Product(gradient, place, inputs, grad, float8))
+        gradient = self._gradients[weight]
+        gradient.expect()
+        self._waiting[self.turn].append(_Product(gradient, inputs, grad, float8))
         return True
 
     @torch.no_grad()
     def compute(self, stage: int, micro_batch: int) -> None:
         """Compute the gradients that the backward of a micro-batch has deferred, in the order of that backward."""
-        for gradient, place, inputs, grad, float8 in self._waiting.pop((stage, micro_batch), ()):
+        for gradient, inputs, grad, float8 in self._waiting.pop((stage, micro_batch), ()):
             with torch.autocast(grad.device.type, enabled=False):
                 rows, grads = inputs.reshape(-1, inputs.shape[-1]), grad.reshape(-1, grad.shape[-1])
                 product = grads.t() @ rows if float8 is None else float8.of_weight(rows, grads)
-            product = product.to(gradient.spec.compute_dtype)
-            gradient.add(place, product, self._engine.schedule.fate)
+            gradient.add(product.to(gradient.dtype))
 
 
 class _Linear(torch.autograd.Function):

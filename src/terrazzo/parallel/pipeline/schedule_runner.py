@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine import PipelineSchedule, engine_of
+from terrazzo.engine import engine_of
 from terrazzo.engine.buckets.parameters.outside_forward import OutsideForward
 from terrazzo.errors import Misuse
 from terrazzo.parallel.pipeline.buffer_snapshot import buffers_kept
@@ -82,13 +82,16 @@ class ScheduleRunner:
     ) -> None:
         self.model, self.engine, self.stages = model, engine_of(model), stages
         self.messages, self.failures = links
+        step = self.engine.staged_step
+        assert step is not None, "the model is in stages"
+        self.step = step
         self.loss_fn, self.auxiliary = loss_fn, auxiliary
         self.micro_batches, self.trains = micro_batches, torch.is_grad_enabled()
         self.forms = [form_of(inputs, self.trains) for inputs, _ in micro_batches]
         self._outside = OutsideForward((each, _OF_ONE_STAGE) for each in model.parameters())
         self._forwards: dict[tuple[int, int], _ForwardState] = {}
         self._losses = torch.zeros((), device=self.engine.axes.device)
-        self._deferred = DeferredWeights(self.engine) if self.trains and stages.schedule == "zero_bubble" else None
+        self._deferred = DeferredWeights(self.step) if self.trains and stages.schedule == "zero_bubble" else None
         self._received_for: Action | None = None
         self._sent_for: Action | None = None
         self._returns = [0] * len(stages.bounds)
@@ -96,37 +99,30 @@ class ScheduleRunner:
 
     def run(self) -> Tensor:
         """Run the step. Returns the sum of the losses, 0-d, fp32 or fp64, the same on all ranks along `pp`."""
-        engine, schedule = self.engine, self.engine.schedule
-        assert isinstance(schedule, PipelineSchedule)
-        actions = self._actions()
-        self._patience_s = PATIENCE_S if self._meets_in_passes(schedule) else None
-        with buffers_kept(self.model, self.stages, engine.tally.ledger):
-            self._run_and_meet(actions, schedule)
+        actions, axes = self._actions(), self.engine.axes
+        self._patience_s = PATIENCE_S if self._meets_in_passes() else None
+        under_way = self.step.under_way() if self.trains else nullcontext()
+        with buffers_kept(self.model, self.stages, self.engine.tally.ledger), under_way:
+            self._run_and_meet(actions)
         if self.trains:
-            engine.hooks.end_micro_batches(schedule)
-        return engine.axes.total(self._losses.reshape(1), engine.axes.stage_axis).reshape(())
+            self.step.sum_gradients()
+        return axes.total(self._losses.reshape(1), axes.stage_axis).reshape(())
 
-    def _run_and_meet(self, actions: Sequence[Action], schedule: PipelineSchedule) -> None:
-        """Run all actions and meet the other ranks. Where one of them fails, no gradients are left."""
-        if self.trains:
-            schedule.begin_micro_batches()
+    def _run_and_meet(self, actions: Sequence[Action]) -> None:
+        """Run all actions and meet the other ranks."""
         try:
             with nullcontext() if self._deferred is None else self._deferred.by(self.model):
-                problem = self._go_through(actions, schedule)
+                problem = self._go_through(actions)
             self._meet(problem)
         except BaseException:
             self.messages.abandon()
-            schedule.zero_grad()
-            if self.trains:  # as behind a backward that raised: nothing goes on but the whole step, run again
-                self.engine.raised.begin_backward(has_gradients=True)
-                self.engine.raised.backward_raised()
             raise
 
-    def _meets_in_passes(self, schedule: PipelineSchedule) -> bool:
+    def _meets_in_passes(self) -> bool:
         """Whether ranks with the same stages wait for each other inside of forwards and backwards."""
         if not self.engine.axes.live(self.engine.axes.within_stage):
             return False
-        return exchanges_inside(self.model, self.engine) or not all(each.order.agreed for each in schedule.programs)
+        return exchanges_inside(self.model, self.engine) or self.step.agrees_in_passes
 
     def _actions(self) -> Sequence[Action]:
         stages, count = self.stages, len(self.micro_batches)
@@ -134,7 +130,7 @@ class ScheduleRunner:
             return stages.actions(count)
         return forwards_of(stages.ranks, len(stages.chunks), count)[stages.rank]
 
-    def _go_through(self, actions: Sequence[Action], schedule: PipelineSchedule) -> Exception | None:
+    def _go_through(self, actions: Sequence[Action]) -> Exception | None:
         """Run all actions. Returns the error of one that failed here, when no rank waits for this one any more.
 
         Raises:
@@ -147,7 +143,7 @@ class ScheduleRunner:
                 values = self._receive(action)
                 if following is not None:
                     self._start_receiving(following)
-                schedule.turn_to(action.stage // self.stages.ranks, self.stages.is_last(action.stage))
+                self.step.turn_to(action.stage // self.stages.ranks, self.stages.is_last(action.stage))
                 self._act(action, values)
                 done += 1
             self.messages.finish()
@@ -257,7 +253,7 @@ class ScheduleRunner:
     def _backward(self, action: Action, grad: Tensor | None) -> None:
         received, grads, result, auxiliary = self._forwards.pop((action.stage, action.micro_batch))
         if grad is not None:
-            self.engine.progress.denominator.passes.gradient_has_it()  # it comes from the last stage
+            self.step.gradient_received()
         torch.autograd.backward((result, *auxiliary), (grad, *(None for _ in auxiliary)))
         if received is not None and (successor := self._successor(action)) is not None:
             self._returns[action.stage] += bool(grads)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine import Engine, accumulate, engine_of, stages_of
+from terrazzo.engine import accumulate, engine_of, stages_of
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.micro_batches import Auxiliary, LossFunction, MicroBatch, called, one_loss
 from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
@@ -56,23 +56,23 @@ def step(
             and the error. Terrazzo's own errors are raised on every rank as what they are.
     """
     engine, stages = engine_of(model), stages_of(model)
+    divisor = engine.progress.denominator
 
     def read() -> StepArguments:
         _check(micro_batches)
         if denominator is not None:
             model.set_gradient_denominator(denominator)  # type: ignore[operator]
-        used = engine.progress.denominator.unscaled
         inputs = [dict(each) if isinstance(each, Mapping) else each for each, _ in micro_batches]
-        return StepArguments(inputs, used, auxiliary is not None)
+        return StepArguments(inputs, divisor.unscaled, auxiliary is not None)
 
     if isinstance(stages, PipelineStages):
         links = links_of(model, engine, stages)
         with links.failures.named():
-            with _denominator_kept_if_refused(engine):
+            with divisor.kept_if_refused():
                 arguments = compare_stages(engine.axes, links, read)
             pairs = [(inputs, targets) for inputs, (_, targets) in zip(arguments.inputs, micro_batches, strict=True)]
             return ScheduleRunner(model, stages, links, pairs, loss_fn, auxiliary).run()
-    with _denominator_kept_if_refused(engine):
+    with divisor.kept_if_refused():
         compare_counts(model, engine, read)
     total = torch.zeros((), device=engine.axes.device)
     for number, (inputs, targets) in enumerate(micro_batches):
@@ -84,18 +84,6 @@ def step(
                 (loss if aside is None else loss + aside).backward()
         total = total + loss.detach()  # fp64 where that is
     return total
-
-
-@contextmanager
-def _denominator_kept_if_refused(engine: Engine) -> Iterator[None]:
-    """Put the gradient denominator back to what it was, if the step is refused."""
-    denominator = engine.progress.denominator
-    chosen = denominator.chosen
-    try:
-        yield
-    except BaseException:
-        denominator.chosen = chosen
-        raise
 
 
 def _check(micro_batches: Sequence[MicroBatch]) -> None:
