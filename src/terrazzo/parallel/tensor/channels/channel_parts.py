@@ -2,13 +2,16 @@
 
 There each rank has a part of the channels: `softmax(-1)`, `mean(-1)` or a norm over them would be of this rank's alone,
 `flip(-1)` or the halves of a fused matrix other channels than of the whole, without an error. First forwards are
-watched. What `channel_rules` does not follow is not looked at, such as autograd functions of a model's own.
+watched. What `channel_rules` does not follow is not looked at, such as autograd functions of a model's own, nor what
+this package computes.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +26,10 @@ from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, FunctionCall, 
 from terrazzo.parallel.tensor.first_forwards import FunctionWatch, has_compiled
 
 __all__ = ["ChannelParts", "Run"]
+
+_PASSED_ON = "__torch_function__"
+"""The function of another watch, which has let a call through."""
+_PACKAGE = __name__.partition(".tensor")[0] + "."
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class _Channels(FunctionWatch):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._within or is_question(func):
+        if self._within or is_question(func) or _is_called_here(sys._getframe(1)):
             return result
         call = FunctionCall(_name_of(func), args, kwargs or {}, result, self._cuts.get)
         given = [each for each in arguments(args, kwargs) if isinstance(each, Tensor)]
@@ -130,6 +137,17 @@ class _Channels(FunctionWatch):
             if each.requires_grad:
                 raise refused
             self._mixed[each] = refused
+
+
+def _is_called_here(frame: FrameType | None) -> bool:
+    """Whether it is this package that computes, as where ranks exchange heads for tokens, and not the model."""
+    while frame is not None and (_module_of(frame).startswith("torch.") or frame.f_code.co_name == _PASSED_ON):
+        frame = frame.f_back
+    return frame is not None and _module_of(frame).startswith(_PACKAGE)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _name_of(func: Any) -> str:
