@@ -276,10 +276,10 @@ def test_a_slower_device_computes_longer_and_sends_as_fast() -> None:
     slower = seconds(setup, ON_H100.model_copy(update={"pace": 2.0, "overhead_s": 0.5}))
     for name in ("matrix products", "attention", "memory-bound operations"):
         assert slower[name] == pytest.approx(2 * plain[name])
-    for name in ("pipeline communication", "optimizer step"):
-        assert slower[name] == plain[name]
+    assert slower["optimizer step"] == plain["optimizer step"]
+    assert 0 < slower["pipeline communication"] <= plain["pipeline communication"] * (1 + 1e-9)  # more is hidden
     assert slower["overhead"] == 0.5
-    assert plain["pipeline bubble"] < slower["pipeline bubble"] < 2 * plain["pipeline bubble"]
+    assert slower["pipeline bubble"] == pytest.approx(2 * plain["pipeline bubble"])
 
 
 @pytest.mark.parametrize("seconds_of", [(1.0, 0.6), (0.9, 0.5), (0.8, 0.9), (0.8, 0.79)])

@@ -12,7 +12,8 @@ from terrazzo.planner.layout.stages import units_on
 from terrazzo.planner.memory.peak import memory_of, rank_terms
 from terrazzo.planner.memory.tiers import disk_writes, host_writes, on_device
 from terrazzo.planner.setup.framework import TERRAZZO
-from terrazzo.planner.timing.pipeline_rank import PipelineRank, slowest_rank
+from terrazzo.planner.timing.pipeline_rank import PipelineRank
+from terrazzo.planner.timing.pipeline_step import PipelineStep
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
 from terrazzo.planner.traffic.volumes import repetitions, traffic_of, unit_copies, unit_moves
 
@@ -61,7 +62,8 @@ def test_a_few_stages_say_what_all_would(model: str, strategy: str, pp: int, chu
     memory, terms = memory_of(found), [rank_terms(found, stage)[0] for stage in range(pp)]
     assert memory.allocated_bytes == pytest.approx(max(sum(term.value for term in one) for one in terms), rel=1e-12)
     assert traffic_of(found).total_bytes == pytest.approx(max(sent(found, stage) for stage in range(pp)), rel=1e-12)
-    assert slowest_rank(found).busy_s == max(PipelineRank(found, stage).busy_s for stage in range(pp))
+    passes = [PipelineRank(found, stage).passes for stage in range(pp)]
+    assert [rank.passes for rank in PipelineStep(found).ranks] == passes
     written = max(sum(term.value for term in disk_writes(found, stage)) for stage in range(pp))
     assert host_writes(found) == found.cluster.ranks_per_host * written
     floor = [sum(term.value for term in on_device(found, stage)) for stage in range(pp)]

@@ -31,7 +31,6 @@ from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.attention import attention_bytes, attention_rate, attention_seconds
-from terrazzo.planner.timing.bubble import bubble
 from terrazzo.planner.timing.compute import block_seconds, flops_per_token, repeated_flops_per_token, step_flops
 from terrazzo.planner.timing.overlap import BlockRow, block_exposure, root_exposure
 from terrazzo.planner.timing.pipeline_rank import HOST_ADAM, PipelineRank
@@ -588,77 +587,11 @@ def test_the_band_is_what_the_evaluation_found() -> None:
 # -- arithmetic ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pp", "micro_batches", "virtual", "share"),
-    [(4, 8, 1, 3 / 8), (8, 64, 1, 7 / 64), (8, 64, 4, 7 / 256), (1, 3, 1, 0)],
-)
-def test_bubble(pp: int, micro_batches: int, virtual: int, share: float) -> None:
-    assert bubble(pp, micro_batches, virtual) == share
-
-
-def interleaved(pp: int, micro_batches: int, virtual: int) -> float:
-    """Idle over useful time of the interleaved schedule, played step by step (Megatron-LM, arXiv 2104.04473, fig. 4).
-
-    Each rank runs groups of `pp` micro-batches through one chunk after the other, forward and backward in turn after a
-    warm-up, and waits for what the neighbours have not sent yet. A chunk's backward takes twice its forward.
-    """
-    groups = [range(first, min(first + pp, micro_batches)) for first in range(0, micro_batches, pp)]
-    table = [(batch, chunk) for group in groups for chunk in range(virtual) for batch in group]
-    todo, clock = [], [0.0] * pp
-    done: dict[tuple[str, int, int, int], float] = {}
-    for rank in range(pp):
-        ahead = [("forward", batch, chunk) for batch, chunk in table]
-        back = [("backward", batch, virtual - 1 - chunk) for batch, chunk in table]
-        warm = min(2 * (pp - rank - 1) + (virtual - 1) * pp, len(table))
-        turns = [step for pair in zip(ahead[warm:], back, strict=False) for step in pair]
-        todo.append([*ahead[:warm], *turns, *back[len(table) - warm :]])
-    while any(todo):
-        before = len(done)
-        for rank in range(pp):
-            while todo[rank]:
-                kind, batch, chunk = todo[rank][0]
-                step = 1 if kind == "forward" else -1
-                near, wraps = rank - step, rank - step not in range(pp)
-                needed = (kind, batch, chunk - step if wraps else chunk, near % pp)
-                if wraps and chunk - step not in range(virtual):
-                    needed = ("forward", batch, chunk, rank) if kind == "backward" else ("", 0, 0, 0)
-                if needed[0] and needed not in done:
-                    break
-                clock[rank] = max(clock[rank], done.get(needed, 0.0)) + (1 if kind == "forward" else 2) / virtual
-                done[kind, batch, chunk, rank] = clock[rank]
-                todo[rank].pop(0)
-        assert len(done) > before, "a deadlock"
-    return max(clock) / (3 * micro_batches) - 1
-
-
-@pytest.mark.parametrize(
-    ("pp", "micro_batches", "virtual"), [(4, 8, 1), (4, 8, 2), (4, 8, 3), (2, 6, 4), (8, 8, 2), (4, 4, 3)]
-)
-def test_the_bubble_is_that_of_the_schedule_played_through(pp: int, micro_batches: int, virtual: int) -> None:
-    assert bubble(pp, micro_batches, virtual, missing=-micro_batches % pp) == pytest.approx(
-        interleaved(pp, micro_batches, virtual)
-    )
-
-
-@pytest.mark.parametrize(("pp", "micro_batches"), [(4, 7), (4, 9), (4, 13), (4, 21), (8, 9), (2, 5)])
-def test_a_group_that_is_not_full_leaves_gaps(pp: int, micro_batches: int) -> None:
-    played = interleaved(pp, micro_batches, 2)
-    assert bubble(pp, micro_batches, 2, missing=-micro_batches % pp) == pytest.approx(played, rel=0.25)
-    assert played > 1.15 * (pp - 1) / 2 / micro_batches
-
-
 def test_an_interleaved_run_of_five_micro_batches_on_four_stages_has_a_time() -> None:
     """As Megatron-LM's own regression tests run it (`tp1_pp4_vp1_tunable_overlap`)."""
     options: dict[str, Any] = {"virtual_stages": 3, "model": llama(12), "checkpointing": "none"}
     found = {n: timed(setup("zero0", Mesh(pp=4), micro_batches=n, **options)).step_s for n in (4, 5, 8)}
     assert found[4] < found[5] < found[8]
-
-
-def test_the_bubble_is_a_share_of_what_the_slowest_stage_does() -> None:
-    found = timed(setup("zero0", Mesh(pp=4), micro_batches=12, checkpointing="none"))
-    terms = {term.name: term.value for term in found.terms}
-    idle, rest = terms.pop("pipeline bubble"), {"optimizer step", "data-parallel communication", "contention"}
-    assert idle == pytest.approx(3 / 12 * sum(value for name, value in terms.items() if name not in rest))
 
 
 def test_mesh_axes_and_the_links_they_cross() -> None:
@@ -953,6 +886,6 @@ def test_one_block_in_n_is_the_first_of_each_n_in_time_memory_and_traffic() -> N
         repeated_flops_per_token,
         lambda made: sum(block_activations(made, unit.block).saved for unit in made.model.repeated if unit.block),
         lambda made: sum(term.value for term in traffic_of(made).collectives if term.purpose == "tensor"),
-        lambda made: sum(term.value for term in PipelineRank(made, 0).terms() if term.formula == "time.recompute"),
+        lambda made: sum(term.value for term in PipelineRank(made, 0).pass_terms() if term.formula == "time.recompute"),
     ):
         assert count(fifth) == pytest.approx(count(none) + 7 / 32 * (count(full) - count(none)))

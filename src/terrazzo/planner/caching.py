@@ -2,6 +2,7 @@
 
     once_per_setup    a function of a setup and little else; each value is kept with its setup, and goes with it
     once              a function of smaller values that many setups share, such as units; kept by value
+    once_of_few       the same, of what is large, so that few are kept
     hashed_once       a frozen dataclass that is looked up often, and hashes its fields the first time alone
 
 Properties are `functools.cached_property`, tables that are read once `functools.cache`.
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
-__all__ = ["hashed_once", "once", "once_per_setup"]
+__all__ = ["hashed_once", "once", "once_of_few", "once_per_setup"]
 
 R = TypeVar("R")
 Rest = TypeVarTuple("Rest")
@@ -31,6 +32,9 @@ C = TypeVar("C", bound=type)
 
 once = lru_cache(maxsize=8192)
 """Decorates a function of hashable values; of the values that it was asked for last, so many are kept."""
+
+once_of_few = lru_cache(maxsize=32)
+"""The same, of values that are large: lists of all that a step does."""
 
 
 def once_per_setup(find: Callable[[S, *Rest], R]) -> Callable[[S, *Rest], R]:

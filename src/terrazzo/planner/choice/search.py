@@ -30,7 +30,6 @@ from terrazzo.planner.setup.build_setup import build_cluster, build_setup, count
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.timing.calibration import Calibration
 
 __all__ = ["search", "spread"]
@@ -148,7 +147,7 @@ class _Tried:
         tried: list[Request] = []
         for each in ahead:
             ways = {
-                "schedules": tokens_per_s(each) * (1 + idle_share(each.setup)) >= best,  # if nothing waited
+                "schedules": _without_bubble(each) >= best,
                 "experts": self.request.ep is None,
             }
             for variant in variants(self.request, each.setup, **ways):
@@ -209,6 +208,14 @@ class _Tried:
             nearest = min(known, refusal, key=lambda one: one.overrun)
             refusal = replace(nearest, candidates=known.candidates + refusal.candidates)
         self.refusals[strategy, choice.gpus] = refusal
+
+
+def _without_bubble(estimate: Estimate) -> float:
+    """Tokens per second if no stage waited for another; 0 where no time is known."""
+    if estimate.time is None:
+        return 0.0
+    idle = sum(term.value for term in estimate.time.terms if term.formula == "time.bubble")
+    return tokens_per_s(estimate) * estimate.time.step_s / (estimate.time.step_s - idle)
 
 
 def _refusal(known: Sequence[PlanFinding]) -> str:

@@ -16,7 +16,7 @@ A pipeline's bubble, from the setup to the sentence that names it:
 
     findings             every rule                                                       gate
       Rule.finding       is it about the setup's framework, and is the setup such a combination  rule
-        Facts.bubble       idle time of a stage over its useful time, in per cent           facts, timing.bubble
+        Facts.bubble       idle time of a stage over its useful time, in per cent           facts, timing.timeline
         as_text            the rule's sentence with that put in                             rule
       PlanFinding            severity, reason, alternative and source                         rule
 

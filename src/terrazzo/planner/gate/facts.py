@@ -9,7 +9,7 @@ from terrazzo.planner.machine.mesh import group_of
 from terrazzo.planner.machine.network import Network
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.bubble import idle_share
+from terrazzo.planner.timing.timeline import idle_of_equal_stages
 from terrazzo.planner.traffic.exchanges import model_parallel_moves
 
 __all__ = ["Facts", "in_shares", "on_disk", "tiers", "whole_model", "zero_stage"]
@@ -96,8 +96,8 @@ class Facts:
 
     @property
     def bubble(self) -> str:
-        """The share of a step in which stages wait, in per cent."""
-        return f"{idle_share(self._setup):.0%}"
+        """What equal stages wait, over what they compute, in per cent."""
+        return f"{idle_of_equal_stages(self._setup):.0%}"
 
     @property
     def offloaded(self) -> str:

@@ -8,12 +8,12 @@ from terrazzo.planner.figures import Formula
 from terrazzo.planner.memory import activations, logits, overheads, peak, replay, states, tiers
 from terrazzo.planner.timing import (
     attention,
-    bubble,
     compute,
     core_turns,
     measured,
     overlap,
     pipeline_rank,
+    pipeline_step,
     products,
     update,
 )
@@ -24,7 +24,7 @@ __all__ = ["FORMULAS"]
 _MODULES = (
     *(states, activations, logits, peak, tiers, overheads, replay),
     *(exchanges, outer_moves, volumes),
-    *(products, attention, compute, overlap, bubble, update, pipeline_rank, core_turns, measured),
+    *(products, attention, compute, overlap, update, pipeline_rank, pipeline_step, core_turns, measured),
 )
 
 FORMULAS: Mapping[str, Formula] = {key: formula for each in _MODULES for key, formula in each.FORMULAS.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from terrazzo.errors import BadInput
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.words import (
@@ -16,7 +15,8 @@ from terrazzo.planner.report.words import (
     precision_name,
     units,
 )
-from terrazzo.planner.timing.timeline import Timeline, pipeline_step
+from terrazzo.planner.timing.pipeline_step import PipelineStep
+from terrazzo.planner.timing.timeline import Timeline
 
 __all__ = ["KINDS", "PICTURE_SUFFIXES", "Chart", "MemoryBar", "MemoryKind", "chart_of", "parts_of"]
 
@@ -133,13 +133,11 @@ def chart_of(estimates: Sequence[Estimate], chosen: Estimate) -> Chart:
 def _pipeline(estimate: Estimate) -> Timeline | None:
     if estimate.setup.mesh.pp == 1 or estimate.time is None:
         return None
-    paces = (term.inputs["pace"] for term in estimate.time.terms if "pace" in term.inputs)
-    if (pace := next(paces, None)) is None:  # a device without known figures, of which a whole step was measured
-        return None
-    try:
-        return pipeline_step(estimate.setup, pace)
-    except BadInput:  # the engine has no such step; the report's findings say why
-        return None
+    terms = estimate.time.terms
+    if (pace := next((term.inputs["pace"] for term in terms if "pace" in term.inputs), None)) is None:
+        return None  # a device without known figures, of which a whole step was measured
+    waits = all(term.formula != "time.waited" for term in terms)  # else what collectives take is a term of its own
+    return PipelineStep(estimate.setup, pace, waits).timeline
 
 
 def _bar(estimate: Estimate, chosen: Estimate) -> MemoryBar:

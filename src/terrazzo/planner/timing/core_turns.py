@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.planner.figures import Formula, Term
-from terrazzo.planner.layout.placement import stand_ins
-from terrazzo.planner.timing.pipeline_rank import PipelineRank
+from terrazzo.planner.timing.pipeline_step import PipelineStep
 
 __all__ = ["FORMULAS", "step_terms"]
 
@@ -16,20 +15,19 @@ FORMULAS = {
 }
 
 
-def step_terms(slowest: PipelineRank) -> list[Term]:
-    """The terms of the slowest rank along pp, and what the step takes longer where ranks take turns."""
-    terms = slowest.terms()
-    return [*terms, *_turns(slowest, sum(term.value for term in terms))]
+def step_terms(step: PipelineStep) -> list[Term]:
+    """The terms of the ranks along pp, and what the step takes longer where ranks take turns."""
+    terms = step.terms()
+    return [*terms, *_turns(step, sum(term.value for term in terms))]
 
 
-def _turns(slowest: PipelineRank, alone_s: float) -> list[Term]:
-    """What a step takes longer than the `alone_s` of its slowest rank. All ranks compute at that rank's pace."""
-    setup = slowest.setup
-    host, ranks = setup.cluster.device.measured, setup.cluster.ranks_per_host
+def _turns(step: PipelineStep, alone_s: float) -> list[Term]:
+    """What a step takes longer than the `alone_s` of ranks with a core each."""
+    cluster = step.setup.cluster
+    host, ranks = cluster.device.measured, cluster.ranks_per_host
     if host is None or (cores := host.cores) is None or ranks <= cores:
         return []
-    made = {pp_rank: slowest.beside(pp_rank) for pp_rank in set(stand_ins(setup))}
-    work_s = sum(made[pp_rank].work_s for pp_rank in stand_ins(setup)) / setup.mesh.pp * ranks
+    work_s = sum(rank.work_s for rank in step.ranks) / len(step.ranks) * ranks
     value = max(0.0, work_s / cores - alone_s)
     inputs = {"work_s": work_s, "cores": float(cores), "alone_s": alone_s}
     return [Term("turns on shared cores", value, value, "time.turns", inputs, "s")] if value else []

@@ -13,13 +13,13 @@ from typing import NamedTuple
 from terrazzo.planner.figures import Formula, Term, TrafficFigures
 from terrazzo.planner.machine.transfers import Link
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.bubble import bubble_term
 from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.core_turns import step_terms
-from terrazzo.planner.timing.pipeline_rank import PipelineRank, copy_s, slowest_rank
+from terrazzo.planner.timing.pipeline_rank import copy_s
+from terrazzo.planner.timing.pipeline_step import PipelineStep, bubble_of_equal_stages
 
-__all__ = ["FORMULAS", "computation_s", "copied_bytes", "fitted_pace", "line_terms", "measured_rank", "measured_terms"]
+__all__ = ["FORMULAS", "computation_s", "copied_bytes", "fitted_pace", "line_terms", "measured_step", "measured_terms"]
 
 FORMULAS = {
     "time.measured": Formula("flops / flops_per_s", "measured on this device"),
@@ -38,18 +38,18 @@ FASTEST, SLOWEST = 0.05, 1000.0
 
 def computation_s(setup: Setup) -> float:
     """Seconds of a step in which the device computes, by its figures."""
-    return sum(term.value for term in slowest_rank(setup).terms() if term.formula in COMPUTATION)
+    return sum(term.value for term in PipelineStep(setup).slowest.pass_terms() if term.formula in COMPUTATION)
 
 
-def measured_rank(setup: Setup, record: Calibration) -> PipelineRank:
-    """The slowest rank along pp, at the pace that was measured."""
+def measured_step(setup: Setup, record: Calibration) -> PipelineStep:
+    """All ranks along pp, at the pace that was measured."""
     pace = record.pace or step_flops(setup) / record.flops_per_s / computation_s(setup)
-    return slowest_rank(setup, pace, waits=record.bandwidth is None)
+    return PipelineStep(setup, pace, waits=record.bandwidth is None)
 
 
-def measured_terms(slowest: PipelineRank, traffic: TrafficFigures, record: Calibration) -> list[Term]:
-    """The terms of a step whose slowest rank is a `measured_rank`, and what was measured as a whole."""
-    return [*step_terms(slowest), *_waits(traffic, record), *_overhead(record)]
+def measured_terms(step: PipelineStep, traffic: TrafficFigures, record: Calibration) -> list[Term]:
+    """The terms of a `measured_step`, and what was measured as a whole."""
+    return [*step_terms(step), *_waits(traffic, record), *_overhead(record)]
 
 
 def line_terms(setup: Setup, traffic: TrafficFigures, record: Calibration) -> list[Term]:
@@ -59,7 +59,7 @@ def line_terms(setup: Setup, traffic: TrafficFigures, record: Calibration) -> li
     terms = [Term("computation", busy, busy, "time.measured", {"flops": flops, "flops_per_s": record.flops_per_s}, "s")]
     terms += [*_overhead(record), *_waits(traffic, record)]
     if setup.mesh.pp > 1:
-        terms.append(bubble_term(setup, busy))
+        terms.append(bubble_of_equal_stages(setup, busy))
     if copied:
         spent = {"pcie_s": 0.0, "disk_s": 0.0}
         spent |= {f"{link}_s": copy_s(setup.cluster, link, sent) for link, sent in copied.items()}
@@ -114,7 +114,7 @@ def fitted_pace(setups: Sequence[Setup], seconds: Sequence[float], waits: bool) 
     """
 
     def expected(setup: Setup, pace: float) -> float:
-        return sum(term.value for term in step_terms(slowest_rank(setup, pace, waits)))
+        return sum(term.value for term in step_terms(PipelineStep(setup, pace, waits)))
 
     first, last = setups[0], setups[-1]
     less = seconds[0] - seconds[-1]

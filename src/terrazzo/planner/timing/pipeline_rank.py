@@ -8,9 +8,11 @@ from itertools import chain
 from typing import NamedTuple
 
 from terrazzo.engine.plan.place import ON_DEVICE
+from terrazzo.planner.caching import once_per_setup
 from terrazzo.planner.figures import Formula, Term
 from terrazzo.planner.layout.buckets import buckets, trained_unit
-from terrazzo.planner.layout.placement import Placement, placed_units, stand_ins
+from terrazzo.planner.layout.placement import Placement, placed_units
+from terrazzo.planner.layout.stages import blocks_of_chunks
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.network import Network
 from terrazzo.planner.machine.transfers import Link, UnitTransfer, When
@@ -18,7 +20,6 @@ from terrazzo.planner.memory.matrices import MatrixUpdates, matrix_updates
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.attention import attention_bytes, attention_flops, attention_rate, forward_share
-from terrazzo.planner.timing.bubble import bubble_term
 from terrazzo.planner.timing.compute import (
     Seconds,
     block_seconds,
@@ -28,12 +29,13 @@ from terrazzo.planner.timing.compute import (
 )
 from terrazzo.planner.timing.overlap import CONTENTION, BlockRow, Exposure, block_exposure, root_exposure
 from terrazzo.planner.timing.rates import memory_rate, sustained_rate
+from terrazzo.planner.timing.timeline import PassSeconds
 from terrazzo.planner.timing.update import AVERAGE_SHARE, UnitUpdate, exposed_s
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
 from terrazzo.planner.traffic.outer_moves import outer_moves
 from terrazzo.planner.traffic.volumes import matrix_moves, repetitions, unit_copies, unit_moves
 
-__all__ = ["FORMULAS", "PCIE_COPY_SHARE", "PassSeconds", "PipelineRank", "copy_s", "slowest_rank"]
+__all__ = ["FORMULAS", "PCIE_COPY_SHARE", "PipelineRank", "copy_s"]
 
 TENSOR_HIDDEN = 0.5
 """The share of tensor-parallel communication in backward that the weight gradients' products hide where it runs beside
@@ -60,7 +62,6 @@ FORMULAS = {
         "attention hides",
         "arXiv 2205.05198 section 4; pytorch/torchtitan benchmarks; ring attention, arXiv 2310.01889",
     ),
-    "time.send": Formula("micro_batches * send_s; bytes / bandwidth", "arXiv 2104.04473 section 4.1"),
     "time.matrices": Formula(
         "pace * flops / rate, of bf16 products; flops of a matrix of sides m <= n are iterations * (4 m^2 n + 2 m^3), "
         "one after the other on the rank that has most of them, of each exchange",
@@ -76,17 +77,6 @@ def copy_s(cluster: Cluster, link: Link, sent_bytes: float) -> float:
         return sent_bytes / (cluster.device.pcie_bandwidth * PCIE_COPY_SHARE)
     assert cluster.disk_bandwidth is not None
     return sent_bytes * cluster.ranks_per_host / cluster.disk_bandwidth
-
-
-class PassSeconds(NamedTuple):
-    """Seconds of a forward and of a backward."""
-
-    forward: float
-    backward: float
-
-    @property
-    def both(self) -> float:
-        return self.forward + self.backward
 
 
 @dataclass(frozen=True)
@@ -109,10 +99,41 @@ class _Blocks:
         return PassSeconds(self.seconds.forward + self.waits.forward, self.seconds.backward + self.waits.backward)
 
 
-def slowest_rank(setup: Setup, pace: float = 1.0, waits: bool = True) -> PipelineRank:
-    """The rank along pp that all others wait for: in its blocks, or in the head of the last."""
-    ranks = [PipelineRank(setup, pp_rank, pace, waits) for pp_rank in sorted(set(stand_ins(setup)))]
-    return max(ranks, key=lambda rank: rank.busy_s)
+class _Costs(NamedTuple):
+    """What `_Blocks` say of one."""
+
+    seconds: Seconds
+    waits: PassSeconds
+
+
+@once_per_setup
+def _costs(setup: Setup, unit: UnitShape, pace: float, free: bool) -> _Costs:
+    """Seconds of a unit's computation, and exposed communication of tensor, context and expert parallelism.
+
+    Attention hides what goes round a ring, and products what `tensor_overlap` says of exchanges along tp.
+
+    Args:
+        pace: see `PipelineRank`; free: whether collectives take no time.
+    """
+    seconds = block_seconds(setup, unit).at(pace) if unit.block else Seconds()
+    network = Network(setup.cluster.device, free)
+    waits, rounds = ({When.FORWARD: 0.0, When.BACKWARD: 0.0} for _ in range(2))
+    for move in model_parallel_moves(setup, unit):
+        spent = network.move_s(move)
+        if move.purpose == "tensor":
+            spent *= 1 - _hidden_along_tp(setup, move.when)
+        (rounds if move.purpose == "context" and move.kind == "send" else waits)[move.when] += spent
+    attention = seconds.attention * seconds.forward_share
+    waits[When.FORWARD] += max(0.0, rounds[When.FORWARD] - attention)
+    waits[When.BACKWARD] += max(0.0, rounds[When.BACKWARD] - (seconds.attention - attention))
+    return _Costs(seconds, PassSeconds(*waits.values()))
+
+
+def _hidden_along_tp(setup: Setup, when: When) -> float:
+    """The share of an exchange along tp that products hide."""
+    if setup.tensor_overlap == "async":
+        return ASYNC_HIDDEN
+    return TENSOR_HIDDEN if setup.tensor_overlap == "backward" and when is When.BACKWARD else 0.0
 
 
 class PipelineRank:
@@ -124,75 +145,71 @@ class PipelineRank:
     """
 
     def __init__(self, setup: Setup, pp_rank: int, pace: float = 1.0, waits: bool = True) -> None:
-        self.setup, self._pace, self._pp_rank, self._waiting = setup, pace, pp_rank, waits
+        self.setup, self._pace, self._pp_rank = setup, pace, pp_rank
         self._network = Network(setup.cluster.device, free=not waits)
         self._units = placed_units(setup, pp_rank)
         self._roots = [row for row in self._units if row.unit.is_root]
         self._head = head_seconds(setup).at(pace) if pp_rank == setup.mesh.pp - 1 else Seconds()
-        self._blocks = [self._cost(*row) for row in self._units if row.unit.block or not row.unit.is_root]
-
-    def beside(self, pp_rank: int) -> PipelineRank:
-        """A rank of the same step, that computes and waits as this one does."""
-        if pp_rank == self._pp_rank:
-            return self
-        return PipelineRank(self.setup, pp_rank, self._pace, self._waiting)
-
-    def _cost(self, unit: UnitShape, count: int, placement: Placement) -> _Blocks:
-        seconds = block_seconds(self.setup, unit).at(self._pace) if unit.block else Seconds()
-        return _Blocks(unit, count, placement, seconds, self._waits(unit, seconds))
-
-    def _waits(self, unit: UnitShape, seconds: Seconds) -> PassSeconds:
-        """Exposed communication of tensor, context and expert parallelism.
-
-        Attention hides what goes round a ring, and products what `tensor_overlap` says of exchanges along tp.
-        """
-        waits, rounds = ({When.FORWARD: 0.0, When.BACKWARD: 0.0} for _ in range(2))
-        for move in model_parallel_moves(self.setup, unit):
-            spent = self._network.move_s(move)
-            if move.purpose == "tensor":
-                spent *= 1 - self._hidden_along_tp(move.when)
-            (rounds if move.purpose == "context" and move.kind == "send" else waits)[move.when] += spent
-        attention = seconds.attention * seconds.forward_share
-        waits[When.FORWARD] += max(0.0, rounds[When.FORWARD] - attention)
-        waits[When.BACKWARD] += max(0.0, rounds[When.BACKWARD] - (seconds.attention - attention))
-        return PassSeconds(*waits.values())
-
-    def _hidden_along_tp(self, when: When) -> float:
-        """The share of an exchange along tp that products hide."""
-        overlap = self.setup.tensor_overlap
-        if overlap == "async":
-            return ASYNC_HIDDEN
-        return TENSOR_HIDDEN if overlap == "backward" and when is When.BACKWARD else 0.0
+        rows = [row for row in self._units if row.unit.block or not row.unit.is_root]
+        self._blocks = [_Blocks(*row, *_costs(setup, row.unit, pace, not waits)) for row in rows]
 
     @cached_property
     def busy_s(self) -> float:
-        """Seconds of all micro-batches, without idle time, data-parallel communication and the update."""
+        """Seconds of all micro-batches, without waiting for other stages, data-parallel communication, and update."""
         return self.setup.micro_batches * sum(each.both for each in self.passes)
 
     @cached_property
     def passes(self) -> list[PassSeconds]:
-        """Forward and backward of one micro-batch through each of this rank's stages; the head is in the last."""
-        chunks, root = self.setup.virtual_stages, self._root_waits
-        forward = sum(part.count * part.passes.forward for part in self._blocks) / chunks
-        backward = sum(part.count * part.passes.backward for part in self._blocks) / chunks
-        last = PassSeconds(forward + self._head.forward + root.forward, backward + self._head.backward + root.backward)
-        return [*[PassSeconds(forward, backward)] * (chunks - 1), last]
+        """Forward and backward of one micro-batch through each of this rank's stages."""
+        forwards, backwards = list[float](), list[float]()
+        for part in self._blocks:
+            each = part.passes
+            forwards += [each.forward] * part.count
+            backwards += [each.backward] * part.count
+        sums, stages, begin = self._before_sending, list[PassSeconds](), 0
+        for count in self._blocks_of_stages:
+            end = begin + count
+            own = sum(forwards[begin:end]) + sums.forward, sum(backwards[begin:end]) + sums.backward
+            stages.append(PassSeconds(*own))
+            begin = end
+        stages[-1] = _added(stages[-1], PassSeconds(self._head.forward, self._head.backward))
+        around = 0 if self._pp_rank == 0 else -1  # the embeddings, or what is around the head
+        stages[around] = _added(stages[around], self._root_waits)
+        return stages
+
+    @property
+    def _blocks_of_stages(self) -> list[int]:
+        """How many blocks each of this rank's stages has: in Megatron-core as many."""
+        chunks, blocks = self.setup.virtual_stages, sum(part.count for part in self._blocks)
+        if self.setup.staged and self.setup.model.layers:
+            return list(blocks_of_chunks(self.setup, self._pp_rank))
+        return [blocks // chunks + (chunk < blocks % chunks) for chunk in range(chunks)]
 
     @property
     def send_s(self) -> float:
-        """Seconds until the next stage has what this one made of a micro-batch."""
+        """Seconds until the next stage has what this rank made of a micro-batch."""
         moves = [move for move in self._messages if move.kind == "send"]
         return sum(map(self._network.move_s, moves)) / (sum(move.messages for move in moves) or 1)
 
     @cached_property
     def _messages(self) -> list[UnitTransfer]:
-        """What a rank in the middle sends of each micro-batch: all others wait for it."""
-        return list(pipeline_moves(self.setup, min(1, max(0, self.setup.mesh.pp - 2))))
+        """What it sends to other stages of each micro-batch, and what its ranks along tp put together for that."""
+        return list(pipeline_moves(self.setup, self._pp_rank))
+
+    @cached_property
+    def _before_sending(self) -> PassSeconds:
+        """What each stage waits for before its messages leave: ranks along tp put whole sequences together."""
+        spent = {When.FORWARD: 0.0, When.BACKWARD: 0.0}
+        for move in self._messages:
+            if move.kind != "send":
+                spent[move.when] += self._network.move_s(move) / self.setup.virtual_stages
+        return PassSeconds(*spent.values())
 
     @cached_property
     def _root_waits(self) -> PassSeconds:
         """Of a root that has no block: what others wait for is theirs."""
-        waits = [self._waits(unit, Seconds()) for unit, _, _ in self._roots if unit.block is None]
+        rest = (self._pace, self._network.free)
+        waits = [_costs(self.setup, unit, *rest).waits for unit, _, _ in self._roots if unit.block is None]
         return PassSeconds(sum(each.forward for each in waits), sum(each.backward for each in waits))
 
     @cached_property
@@ -232,14 +249,15 @@ class PipelineRank:
     @property
     def work_s(self) -> float:
         """Seconds in which the rank keeps a core busy in a step: it computes, hands on bytes or updates."""
-        sent = self.exposure.total + self._send_s
-        return self.busy_s + sent + sum(term.value for term in self._update_terms())
+        sent = sum(self._network.move_s(move) for move in self._messages if move.kind == "send")
+        handed_on = self.exposure.total + self.setup.micro_batches * sent
+        return self.busy_s + handed_on + sum(term.value for term in self.update_terms())
 
     # -- terms -------------------------------------------------------------------------------------------------
 
-    def terms(self) -> list[Term]:
-        """The terms of the step; they add up to it."""
-        return [term for term in (*self._compute_terms(), *self._wait_terms(), *self._update_terms()) if term.value]
+    def pass_terms(self) -> list[Term]:
+        """Of forwards and backwards: `busy_s`, and the communication that they do not hide."""
+        return [*self._compute_terms(), *self._wait_terms()]
 
     def _compute_terms(self) -> list[Term]:
         pace, memory, counts = self._pace, self._sum("memory"), self._counts
@@ -273,18 +291,13 @@ class PipelineRank:
         return {"flops": flops, "attention_flops": rate, "moved_bytes": moved_bytes, "bandwidth": bandwidth}
 
     def _wait_terms(self) -> list[Term]:
-        setup, send, exposure = self.setup, self._send_s, self.exposure
-        busy, hidden, waits, counts = self.busy_s + send, exposure.hidden, self._blocking_s(), self._counts
-        each = waits / setup.micro_batches / counts["layers"] if counts["layers"] else 0.0
-        sends = {"send_s": self._sent_once_s, "bytes": sum(move.sent_bytes for move in self._messages)}
+        exposure, waits, counts = self.exposure, self._blocking_s(), self._counts
+        hidden, each = exposure.hidden, waits / self.setup.micro_batches / (counts["layers"] or 1)
+        data = {"total_s": exposure.total, "hidden_s": hidden}
         return [
             _term("tensor, context and expert communication", waits, "time.tensor", waits_s=each, **counts),
-            _term(
-                "data-parallel communication", exposure.exposed, "time.data", total_s=exposure.total, hidden_s=hidden
-            ),
+            _term("data-parallel communication", exposure.exposed, "time.data", **data),
             _term("contention", CONTENTION * hidden, "time.contention", contention=CONTENTION, hidden_s=hidden),
-            _term("pipeline communication", send, "time.send", micro_batches=setup.micro_batches, **sends),
-            bubble_term(setup, busy),
         ]
 
     def _sum(self, part: str) -> float:
@@ -304,18 +317,11 @@ class PipelineRank:
 
     def _blocking_s(self) -> float:
         waits = sum(part.count * part.waits.both for part in self._blocks)
-        return self.setup.micro_batches * (waits + self._root_waits.both)
+        put_together = self.setup.virtual_stages * self._before_sending.both
+        return self.setup.micro_batches * (waits + self._root_waits.both + put_together)
 
-    @property
-    def _send_s(self) -> float:
-        """Seconds of messages between stages, in a step."""
-        return self.setup.micro_batches * self._sent_once_s
-
-    @cached_property
-    def _sent_once_s(self) -> float:
-        return sum(map(self._network.move_s, self._messages))
-
-    def _update_terms(self) -> list[Term]:
+    def update_terms(self) -> list[Term]:
+        """Of the optimizer's step."""
         rows = [(unit, count, own, trained_unit(unit, own).optim_numel) for unit, count, own in self._units]
         here = sum(count * owned for _, count, placement, owned in rows if placement.tiers.optim == "device")
         moved, bandwidth = optimizer_bytes(self.setup, here, self._whole), memory_rate(self.setup.cluster.device)
@@ -376,6 +382,10 @@ class PipelineRank:
         return _term(
             "update of offloaded states", exposed, "time.host", total_s=total, hidden_s=total - exposed, **parts
         )
+
+
+def _added(one: PassSeconds, other: PassSeconds) -> PassSeconds:
+    return PassSeconds(one.forward + other.forward, one.backward + other.backward)
 
 
 def _term(name: str, value: float, formula: str, **inputs: float) -> Term:

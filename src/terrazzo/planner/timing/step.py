@@ -12,8 +12,8 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import flops_per_token
 from terrazzo.planner.timing.core_turns import step_terms
-from terrazzo.planner.timing.measured import copied_bytes, line_terms, measured_rank, measured_terms
-from terrazzo.planner.timing.pipeline_rank import slowest_rank
+from terrazzo.planner.timing.measured import copied_bytes, line_terms, measured_step, measured_terms
+from terrazzo.planner.timing.pipeline_step import PipelineStep
 from terrazzo.planner.timing.rates import matmul_rate
 from terrazzo.planner.traffic.volumes import traffic_of
 
@@ -59,9 +59,9 @@ def time_of(
     why = _nothing_to_compute(setup) or _no_rates(setup) or _unknown_links(setup, traffic)
     if why:
         return why
-    slowest = slowest_rank(setup) if calibration is None else measured_rank(setup, calibration)
-    terms = step_terms(slowest) if calibration is None else measured_terms(slowest, traffic, calibration)
-    return _time(setup, terms, slowest.exposure.hidden, calibration)
+    step = PipelineStep(setup) if calibration is None else measured_step(setup, calibration)
+    terms = step_terms(step) if calibration is None else measured_terms(step, traffic, calibration)
+    return _time(setup, terms, step.slowest.exposure.hidden, calibration)
 
 
 def _nothing_to_compute(setup: Setup) -> str:

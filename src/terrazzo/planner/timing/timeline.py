@@ -1,16 +1,32 @@
-"""When each stage of a pipeline runs what: the engine's own list of actions, with the seconds of each."""
+"""When each stage of a pipeline runs what: the engine's own list of actions, with the seconds of each.
+
+All that is said of idle ranks is from here. The terms of a step and its picture play the stages with the seconds of
+each; what is said of a schedule alone plays equal ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind, actions_of
-from terrazzo.planner.layout.placement import stand_ins
+from terrazzo.planner.caching import once_of_few
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.pipeline_rank import PipelineRank
 
-__all__ = ["Span", "Timeline", "pipeline_step", "timeline_of"]
+__all__ = ["PassSeconds", "Span", "StageSchedule", "Timeline", "idle_of_equal_stages"]
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of a forward and of a backward."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
 
 
 @dataclass(frozen=True)
@@ -41,63 +57,148 @@ class Timeline:
         return 1 - sum(span.end_s - span.start_s for span in self.ranks[rank]) / self.seconds
 
 
-def pipeline_step(setup: Setup, pace: float = 1.0) -> Timeline:
-    """A step of a pipeline whose device and links are known, without data-parallel communication and the update.
+class StageSchedule(NamedTuple):
+    """In which order the ranks of a pipeline run their stages in a step.
 
-    Args:
-        pace: by how much longer computation takes here than the device's figures say.
-
-    Raises:
-        BadInput: micro-batches that do not fill the pipeline, or do not go round.
+    Attributes:
+        name: `1f1b`, `gpipe` or `zero_bubble`. chunks: stages of each rank.
+        whole_rounds: micro-batches go through one chunk after the other in rounds of as many as there are ranks, of
+            which the last may have fewer, as in Megatron-core; else in the engine's, which are all of one size.
     """
-    made = {pp_rank: PipelineRank(setup, pp_rank, pace) for pp_rank in set(stand_ins(setup))}
-    ranks = [made[pp_rank] for pp_rank in stand_ins(setup)]
-    return timeline_of(setup.pipeline, setup.micro_batches, [rank.passes for rank in ranks], ranks[0].send_s)
+
+    name: str
+    ranks: int
+    chunks: int
+    micro_batches: int
+    whole_rounds: bool = False
+
+    @classmethod
+    def of(cls, setup: Setup) -> StageSchedule:
+        """The schedule of a setup."""
+        return cls(setup.pipeline, setup.mesh.pp, setup.virtual_stages, setup.micro_batches, setup.as_megatron)
+
+    @property
+    def places(self) -> int:
+        """Micro-batches that the order has places for: some stay empty where too few fill the ranks, or a round."""
+        if self.whole_rounds and self.chunks > 1:
+            return -(-self.micro_batches // self.ranks) * self.ranks
+        return max(self.micro_batches, self.ranks)
+
+    def takes_time(self, action: Action) -> bool:
+        """Whether an action lasts. In places that stay empty it does where another chunk follows in the round, which
+        begins no sooner than if the round were full: what it needs comes round from the last rank.
+        """
+        if action.micro_batch < self.micro_batches:
+            return True
+        chunk, last = action.stage // self.ranks, self.chunks - 1
+        return chunk != (last if action.kind is ActionKind.FORWARD else 0)
+
+    def seconds(self, passes: Sequence[Sequence[tuple[float, float]]], send_s: float = 0.0) -> float:
+        """Seconds until the last backward has ended. The arguments and errors are those of `timeline`."""
+        return max(self._ends(passes, send_s))
+
+    def timeline(self, passes: Sequence[Sequence[tuple[float, float]]], send_s: float = 0.0) -> Timeline:
+        """Have each rank run its actions as soon as it has ended the one before, and what it is given has come.
+
+        Args:
+            passes: seconds of one micro-batch, for each rank and each of its stages: `PassSeconds`, or such a pair.
+            send_s: from the end of a stage's pass until the next stage has what it made; the sender goes on meanwhile.
+
+        Raises:
+            BadInput: micro-batches that do not make rounds of one size.
+        """
+        spans: list[list[Span]] = [[] for _ in range(self.ranks)]
+        actions, turns = _played(self)
+        lasting = self._lasting(passes)
+        for action, turn, end_s in zip(actions, turns, self._ends(passes, send_s)[1:], strict=True):
+            if action.micro_batch < self.micro_batches:
+                spans[action.stage % self.ranks].append(Span(action, end_s - lasting[turn.kind], end_s))
+        return Timeline(tuple(map(tuple, spans)))
+
+    def _ends(self, passes: Sequence[Sequence[tuple[float, float]]], send_s: float) -> list[float]:
+        """When each turn ends, in the order of `_played`, behind the 0 at which the step begins."""
+        lasting, travelling = self._lasting(passes), self._travelling(send_s)
+        turns = _played(self).turns
+        ends = [0.0] * (1 + len(turns))
+        for place, (before, given, kind) in enumerate(turns, 1):
+            free, arrived = ends[before], ends[given] + travelling[kind]
+            ends[place] = (free if free > arrived else arrived) + lasting[kind]  # a search plays thousands
+        return ends
+
+    def _lasting(self, passes: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+        """Seconds of a turn by its kind. Gradients of weights that are put off take half of a backward (arXiv
+        2401.10241, table 2).
+        """
+        seconds = [0.0]
+        for stage in range(self.ranks * self.chunks):
+            forward_s, backward_s = passes[stage % self.ranks][stage // self.ranks]
+            put_off = backward_s / 2 if self.name == "zero_bubble" else 0.0
+            seconds += [forward_s, backward_s - put_off, put_off]
+        return seconds
+
+    def _travelling(self, send_s: float) -> list[float]:
+        """Seconds until a turn is given what another stage made for it, by its kind."""
+        last = self.ranks * self.chunks - 1
+        each = [(send_s if stage else 0.0, send_s if stage < last else 0.0, 0.0) for stage in range(last + 1)]
+        return [0.0, *chain.from_iterable(each)]
 
 
-def timeline_of(
-    schedule: str,
-    micro_batches: int,
-    passes: Sequence[Sequence[tuple[float, float]]],
-    send_s: float = 0.0,
-) -> Timeline:
-    """Have each rank run its actions as soon as it has ended the one before, and what it is given has come.
+def idle_of_equal_stages(setup: Setup) -> float:
+    """Idle time of a rank over its useful time if all stages took as long, and a backward twice what a forward does.
 
-    Args:
-        passes: seconds of one micro-batch, for each rank and each of its stages: `PassSeconds`, or such a pair.
-        send_s: from the end of a stage's pass until the next stage has what it made; the sender goes on meanwhile.
-
-    Raises:
-        BadInput: a schedule that does not exist, or does not go with so many ranks, chunks and micro-batches.
+    With full rounds that is (pp - 1) / (virtual_stages * micro_batches), under `zero_bubble` a third of it.
     """
-    ranks, chunks = len(passes), len(passes[0])
-    orders = actions_of(schedule, ranks, chunks, micro_batches)
-    last_stage = ranks * chunks - 1
-    ended: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in orders]
-    while any(len(done) < len(order) for done, order in zip(spans, orders, strict=True)):
-        for done, order, own in zip(spans, orders, passes, strict=True):
-            while len(done) < len(order):
-                action = order[len(done)]
-                before = _before(action, last_stage)
-                if before is not None and before not in ended:
+    schedule = StageSchedule.of(setup)
+    equal = [[(1.0, 2.0)] * schedule.chunks] * schedule.ranks
+    return schedule.seconds(equal) / (3 * schedule.chunks * schedule.micro_batches) - 1
+
+
+class _Turn(NamedTuple):
+    """An action among all of a step.
+
+    Attributes:
+        before, given: the places in `_Played.turns`, counted from 1, of what its rank ran before, and of the action
+            whose result it needs; 0 is the begin of the step.
+        kind: 1 + 3 * stage for a forward, 1 more for a backward and 2 for gradients of weights; 0 takes no time.
+    """
+
+    before: int
+    given: int
+    kind: int
+
+
+class _Played(NamedTuple):
+    """All actions of a step, each behind those that it waits for."""
+
+    actions: list[Action]
+    turns: list[_Turn]
+
+
+_KINDS = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2, ActionKind.WEIGHT: 3}
+
+
+@once_of_few
+def _played(schedule: StageSchedule) -> _Played:
+    ranks, last = schedule.ranks, schedule.ranks * schedule.chunks - 1
+    orders = actions_of(schedule.name, ranks, schedule.chunks, schedule.places)
+    played, place_of, own = _Played([], []), dict[Action, int](), [0] * ranks
+    left = [iter(order) for order in orders]
+    waiting = [next(order, None) for order in left]
+    while any(waiting):
+        for rank, order in enumerate(left):
+            while (action := waiting[rank]) is not None:
+                needed = _needed(action, last)
+                if (given := 0 if needed is None else place_of.get(needed)) is None:
                     break
-                arrived = 0.0 if before is None else ended[before] + send_s * (before.stage != action.stage)
-                start = max(arrived, done[-1].end_s if done else 0.0)
-                ended[action] = start + _seconds(action, own[action.stage // ranks], schedule)
-                done.append(Span(action, start, ended[action]))
-    return Timeline(tuple(map(tuple, spans)))
+                kind = 3 * action.stage + _KINDS[action.kind] if schedule.takes_time(action) else 0
+                played.actions.append(action)
+                played.turns.append(_Turn(own[rank], given, kind))
+                own[rank] = place_of[action] = len(played.turns)
+                waiting[rank] = next(order, None)
+    return played
 
 
-def _seconds(action: Action, passes: tuple[float, float], schedule: str) -> float:
-    """Seconds of an action. Gradients of weights that are put off take half of a backward (arXiv 2401.10241, 2)."""
-    forward_s, backward_s = passes
-    if action.kind is ActionKind.FORWARD:
-        return forward_s
-    return backward_s / 2 if schedule == "zero_bubble" else backward_s
-
-
-def _before(action: Action, last_stage: int) -> Action | None:
+def _needed(action: Action, last_stage: int) -> Action | None:
     """The action whose result this one needs; None for the first forward of a micro-batch."""
     stage, kind, number = action
     if kind is ActionKind.WEIGHT:
