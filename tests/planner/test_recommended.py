@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
-from terrazzo.planner import Estimate, Request, build_setup, search
+from terrazzo.planner import Estimate, Request, ask, build_setup, search
 from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.report.blocks import plain
 from terrazzo.planner.setup.choice_names import TRIED_MODES
 
 SEARCHES = {
@@ -83,6 +85,40 @@ def test_plain_data_parallelism_is_taken_where_a_mesh_gains_only_a_percent() -> 
     assert fastest.setup.mesh.tp == 2
     assert best.setup.mesh.tp == 1
     assert best.setup.plan.name == "zero3"
+
+
+SLOW_LINKS = Request(
+    "llama3-8b", 8, gpu="h100", per_node=1, internode_bandwidth=5e9, parallel=True, strategy="zero1", sequence=4096,
+    checkpointing="full", micro_batch=1,
+)  # fmt: skip
+"""Where stages, which have run on CPUs alone, would be the fastest."""
+
+
+def test_what_cannot_run_yet_stands_behind_what_does_and_says_so() -> None:
+    found = search(SLOW_LINKS)
+    assert [each.runs_now for each in found.ranked] == sorted((each.runs_now for each in found.ranked), reverse=True)
+    assert found.best is not None
+    assert found.best.time is not None
+    assert found.best.runs_now
+    planned = next(each for each in found.ranked if not each.runs_now)
+    assert planned.time is not None
+    assert planned.time.tokens_per_s_per_gpu > found.best.time.tokens_per_s_per_gpu
+    rows = [line for line in str(found).splitlines() if line.startswith("zero1 ")]
+    assert [line.endswith("surely, planned") for line in rows] == [not each.runs_now for each in found.leaders]
+
+
+def test_a_plan_of_stages_alone_says_above_all_that_it_does_not_run() -> None:
+    asked = Request("llama3-8b", "2..8", gpu="h100", pp=2, checkpointing="full", strategy="zero1")
+    for answer in (ask(replace(asked, gpus=4, parallel=True, strategy=None)), ask(asked, fewest=True)):
+        assert plain(answer.blocks()).startswith("not runnable yet: Pipelines have run on CPUs alone yet (pp 2).")
+
+
+def test_plans_of_different_batches_say_that_they_are() -> None:
+    """8 sequences in a step of data ranks, and 8 of each of a pipeline's stages: nobody sees that in tokens/s alone."""
+    said = str(search(SLOW_LINKS))
+    assert "Each plan is rated at a batch of its own" in said
+    assert "such as --global-batch 64." in said
+    assert "a batch of its own" not in str(search(replace(SLOW_LINKS, global_batch=64)))
 
 
 def test_on_one_gpu_nothing_is_split() -> None:

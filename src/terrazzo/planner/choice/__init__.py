@@ -17,9 +17,10 @@ The tokens per second of one candidate go through these functions:
       try_strategy               states alone too large: refused, the rest is not estimated             search
         modes_and_sizes          checkpointing, and micro-batches from small to large                   candidates
         memory_under             does it fit                                                            assemble
-        findings               is it refused                                                          gate
+        findings                 is it refused                                                          gate
         assemble                 `time.tokens_per_s_per_gpu`; where they fall, no larger one is tried   assemble
-      rank_key                   what surely fits first, then the fastest, the fewest or the cheapest   ranking
+      rank_key                   what surely fits first, of that what runs now, then the fastest,       ranking
+                                 the fewest or the cheapest
       simplest_first             within 3 % of the first the simplest takes its place                   ranking
     Frontier                     `ranked`, the Pareto front and what was refused                        report.frontier
 

@@ -16,22 +16,24 @@ NOISE = 0.03
 
 
 def rank_key(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
-    """The key to sort by: what surely fits comes first. Where no time is known, what computes least a second time, and
+    """The key to sort by: what surely fits comes first, and of that what runs now.
+
+    Where no time is known, what computes least a second time, and
     of that what sends the fewest bytes per token.
     """
 
     def key(estimate: Estimate) -> tuple[float, ...]:
         count, memory = estimate.setup.cluster.count, estimate.memory.near_bytes
-        unsure = float(estimate.memory.fits_surely is False)
+        behind = (float(estimate.memory.fits_surely is False), float(not estimate.runs_now))
         if estimate.time is None:
             tokens = estimate.setup.global_batch * estimate.setup.sequence or 1
-            return (unsure, _again(estimate.setup), estimate.traffic.total_bytes * count / tokens, memory)
+            return (*behind, _again(estimate.setup), estimate.traffic.total_bytes * count / tokens, memory)
         per_gpu = estimate.time.tokens_per_s_per_gpu
         if request.rank_by == "gpus":
-            return (unsure, count, -per_gpu, memory)
+            return (*behind, count, -per_gpu, memory)
         if request.rank_by == "cost":
-            return (unsure, -per_gpu, count, memory)
-        return (unsure, -per_gpu * count, memory)
+            return (*behind, -per_gpu, count, memory)
+        return (*behind, -per_gpu * count, memory)
 
     return key
 
@@ -48,6 +50,7 @@ def simplest_first(ranked: list[Estimate]) -> tuple[Estimate, ...]:
         for each in ranked
         if each.setup.cluster.count == first.setup.cluster.count
         and each.memory.fits_surely == first.memory.fits_surely
+        and each.runs_now == first.runs_now
         and tokens_per_s(each) >= (1 - NOISE) * tokens_per_s(first)
     ]
     simplest = min(alike, key=_complexity)

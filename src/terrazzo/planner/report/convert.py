@@ -58,6 +58,7 @@ def frontier_row(estimate: Estimate) -> FrontierRow:
         upper_gib=memory.most_bytes / GIB,
         fits=memory.fits,
         fits_surely=memory.fits_surely,
+        runs_now=estimate.runs_now,
         step_s=time.step_s if time else None,
         tokens_per_s_per_gpu=time.tokens_per_s_per_gpu if time else None,
         mfu=time.mfu if time else None,

@@ -15,6 +15,8 @@ from terrazzo.planner.setup.setup import Setup
 __all__ = ["Edit", "Estimate"]
 
 SEVERITIES = {"refuse": "known not to work", "planned": "not runnable yet", "warn": "works badly"}
+HALTING = {"refuse": "bold red", "planned": "bold yellow"}
+"""How the severities are printed with which nothing runs."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +39,32 @@ class Estimate:
     notes: tuple[str, ...] = ()
     edits: tuple[Edit, ...] = ()
 
+    @property
+    def runs_now(self) -> bool:
+        """Whether the framework runs it as it is: nothing in `findings` but warnings."""
+        return all(one.severity not in HALTING for one in self.findings)
+
     def __str__(self) -> str:
         """The report that `terrazzo plan` prints."""
         return plain(self.blocks()).rstrip()
 
     def blocks(self) -> list[TextBlock]:
         """The whole of it: what cannot run, or not yet, stands above everything."""
-        above = {"refuse": "bold red", "planned": "bold yellow"}
-        halting = [one for severity in above for one in self.findings if one.severity == severity]
-        others = [one for one in self.findings if one.severity not in above]
-        blocks: list[TextBlock] = [
-            TextLine(f"{SEVERITIES[one.severity]}: {one}", above[one.severity]) for one in halting
-        ]
-        blocks.append(TextLine(verdict(self.memory), _verdict_style(self.memory)))
+        return [*self.halting_lines(), self.verdict_line(), *self.detail_blocks()]
+
+    def halting_lines(self) -> list[TextLine]:
+        """Why it cannot run, or not yet; none where it does."""
+        halting = [one for severity in HALTING for one in self.findings if one.severity == severity]
+        return [TextLine(f"{SEVERITIES[one.severity]}: {one}", HALTING[one.severity]) for one in halting]
+
+    def verdict_line(self) -> TextLine:
+        """Whether it fits."""
+        return TextLine(verdict(self.memory), _verdict_style(self.memory))
+
+    def detail_blocks(self) -> list[TextBlock]:
+        """All that stands below."""
+        others = [one for one in self.findings if one.severity not in HALTING]
+        blocks: list[TextBlock] = []
         blocks += [TextLine(why, "bold red")] if (why := blocker(self.memory)) else []
         blocks.append(TextLine(setup_text(self.setup)))
         if self.time or self.no_time:

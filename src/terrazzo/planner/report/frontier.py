@@ -24,6 +24,11 @@ FIRST = {"throughput": "the fastest", "gpus": "what takes the fewest GPUs", "cos
 """What stands first, by `request.rank_by`."""
 UNTIMED = "what computes least twice, and then sends the fewest bytes per token,"
 ONE_RANK = "With one rank for all data nothing is split: all strategies are one, and stand as the first of them."
+PLANNED_LAST = ", and of either what this version runs before what is `planned`"
+OWN_BATCHES = (
+    "Each plan is rated at a batch of its own, in sequences of a step: the larger, the more of them share what a step "
+    "costs once. To compare all at one, give it, such as --global-batch {}."
+)
 SHOWN_ROWS = 12
 """Rows of a table on screen; the JSON has all."""
 
@@ -59,7 +64,8 @@ class Frontier:
     """What a search found.
 
     Attributes:
-        ranked: what fits, best first, as `request.rank_by` says; what fits surely comes before what is expected to.
+        ranked: what fits, best first, as `request.rank_by` says; what fits surely comes before what is expected to,
+            and of either what runs before what is planned alone.
         pareto: those of them that no other beats in both memory and tokens per second, by memory.
         considered: candidates in all.
         closest: where nothing fits, what lacks least of what memory refused, with the edits with which something fits
@@ -129,10 +135,10 @@ class Frontier:
         Args:
             head: what stands above everything; without it the verdict on `best` does.
         """
-        verdict, *rest = best.blocks()
         where = TextLine(f"  {best.setup.plan.name} on {best.setup.cluster.count:,} × {best.setup.cluster.device.name}")
         title = "the best plan in detail" if self.ranked else "what comes nearest"
-        return [*(head or (verdict, where)), *_ranking(self), TextLine(f"\n{title}", "bold"), *rest]
+        top = [*best.halting_lines(), *(head or (best.verdict_line(), where))]
+        return [*top, *_ranking(self), TextLine(f"\n{title}", "bold"), *best.detail_blocks()]
 
 
 def _ranking(frontier: Frontier) -> list[TextBlock]:
@@ -143,11 +149,14 @@ def _ranking(frontier: Frontier) -> list[TextBlock]:
         counts = f"{frontier.considered:,} plans compared, {len(frontier.ranked):,} fit."
         timed = any(each.time is not None for each in leaders)
         first = FIRST[frontier.request.rank_by] if timed else UNTIMED
-        blocks.append(
-            TextLine(f"{counts} What fits surely, also at most, stands before what is expected to fit;", "dim")
-        )
+        order = "What fits surely, also at most, stands before what is expected to fit"
+        order += PLANNED_LAST if any(not each.runs_now for each in leaders) else ""
+        blocks.append(TextLine(f"{counts} {order};", "dim"))
         simple = ", of what is as fast within 3 % the simplest" if timed else ""
         blocks.append(TextLine(f"among these {first} is first{simple}. {AT_MOST}", "dim"))
+        batches = {each.setup.global_batch for each in leaders}
+        if timed and len(batches) > 1:
+            blocks.append(TextLine(OWN_BATCHES.format(max(batches)), "yellow"))
         if frontier.request.plan is None and any(not each.setup.splits_states for each in leaders):
             blocks.append(TextLine(ONE_RANK))
     return blocks + _refusals(frontier)
@@ -177,6 +186,7 @@ def _ranked(leaders: list[Estimate]) -> TextTable:
         TableColumn("mesh", keep=5),
         TableColumn("checkpointing", keep=7),
         TableColumn("micro-batch", "right", 7),
+        TableColumn("batch", "right", 8),
         TableColumn("GiB expected", "right", 8),
         TableColumn("at most", "right", 4),
         TableColumn("tok/s/GPU", "right", 8),
@@ -194,10 +204,11 @@ def _ranked_row(estimate: Estimate) -> tuple[str, ...]:
         axes_text(setup),
         checkpointing_text(setup),
         f"{setup.micro_batch} × {setup.micro_batches}",
+        f"{setup.global_batch:,}",
         f"{memory.expected_bytes / GIB:,.1f}",
         f"{memory.most_bytes / GIB:,.1f}",
         f"{time.tokens_per_s_per_gpu:,.0f}" if time else "",
         f"{time.mfu:.1%}" if time and time.mfu is not None else "n/a",
         time.bound_by if time else "",
-        fits_text(memory),
+        fits_text(memory) + ("" if estimate.runs_now else ", planned"),
     )

@@ -194,6 +194,8 @@ class FrontierRow(_Model):
     activation_checkpointing: str
     micro_batch: int
     micro_batches: int
+    global_batch: int = Field(description="sequences of a step, in which speeds of plans are compared")
+    runs_now: bool = Field(description="whether the framework runs it; else it is planned alone, and stands behind")
     expected_gib: float
     allocated_gib: float
     device_gib: float
