@@ -166,24 +166,28 @@ class PipelineRank:
             each = part.passes
             forwards += [each.forward] * part.count
             backwards += [each.backward] * part.count
-        sums, stages, begin = self._before_sending, list[PassSeconds](), 0
-        for count in self._blocks_of_stages:
+        stages, begin = list[PassSeconds](), 0
+        for count in blocks_of_chunks(self.setup, self._pp_rank) if self.setup.staged else ():
             end = begin + count
-            own = sum(forwards[begin:end]) + sums.forward, sum(backwards[begin:end]) + sums.backward
-            stages.append(PassSeconds(*own))
+            stages.append(PassSeconds(sum(forwards[begin:end]), sum(backwards[begin:end])))
             begin = end
-        stages[-1] = _added(stages[-1], PassSeconds(self._head.forward, self._head.backward))
+        stages = self._with_head(stages or [PassSeconds(sum(forwards), sum(backwards))])
+        stages = [_added(stage, self._before_sending) for stage in stages]
         around = 0 if self._pp_rank == 0 else -1  # the embeddings, or what is around the head
         stages[around] = _added(stages[around], self._root_waits)
         return stages
 
-    @property
-    def _blocks_of_stages(self) -> list[int]:
-        """How many blocks each of this rank's stages has: in Megatron-core as many."""
-        chunks, blocks = self.setup.virtual_stages, sum(part.count for part in self._blocks)
-        if self.setup.staged and self.setup.model.layers:
-            return list(blocks_of_chunks(self.setup, self._pp_rank))
-        return [blocks // chunks + (chunk < blocks % chunks) for chunk in range(chunks)]
+    def _with_head(self, stages: list[PassSeconds]) -> list[PassSeconds]:
+        """The head is in the last stage. `stages` is one sum of all in Megatron-core, where they are equal; layers that
+        they do not divide by are cut there so that the head takes a layer's place (arXiv 2407.21783, section 3.3.2).
+        """
+        head, chunks = PassSeconds(self._head.forward, self._head.backward), self.setup.virtual_stages
+        if len(stages) == chunks:
+            return [*stages[:-1], _added(stages[-1], head)]
+        if takes_place := self.setup.model.layers % (self.setup.mesh.pp * chunks) > 0:
+            stages = [_added(stages[0], head)]
+        each = PassSeconds(stages[0].forward / chunks, stages[0].backward / chunks)
+        return [each] * chunks if takes_place else [*[each] * (chunks - 1), _added(each, head)]
 
     @property
     def send_s(self) -> float:
