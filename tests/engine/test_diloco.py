@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import terrazzo as tz
 from terrazzo.engine import ModelState, engine_of, estimate
 from terrazzo.engine.comm.transfer import Transfer
-from terrazzo.engine.dry_run.outer import dry_run_outer_step
+from terrazzo.engine.dry_run.outer_steps import dry_run_outer_step
 from terrazzo.engine.plan import diloco
 from terrazzo.engine.states.restore import FullStates
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
@@ -329,7 +329,7 @@ def test_a_round_that_streams_takes_and_sends_what_is_promised(plan: str, traffi
         assert engine.traffic.bytes == engine.promise.traffic(ends_round=True).bytes - Counter(
             control=engine.promise.outer_traffic().bytes["control"]
         )
-        largest = max(sum(b.spec.numel(b.spec.outer_axes) for b in part) for part in engine.outer._fragments)
+        largest = max(sum(b.spec.numel(b.spec.outer_axes) for b in part) for part in engine.rounds._fragments)
         assert sent and bill.transient_bytes > 4 * largest
 
     on_ranks(4, body)
@@ -347,7 +347,7 @@ def test_a_replica_alone_has_a_message_beside_training_that_the_bill_has() -> No
         engine.traffic.reset()
         train(model, optimizer, 3, rank, 4)  # not to where the round ends, whose step takes more than a fragment's
         unstreamed = estimate(Even(), adamw, "zero3", mesh=mesh, units=["blocks.*"])
-        message = max(sum(b.spec.numel(b.spec.outer_axes) for b in part) for part in engine.outer._fragments)
+        message = max(sum(b.spec.numel(b.spec.outer_axes) for b in part) for part in engine.rounds._fragments)
         assert engine.peak_transient_bytes == engine.bill.transient_bytes > unstreamed.transient_bytes + 4 * message
 
     on_ranks(2, body)
@@ -364,12 +364,12 @@ def test_masters_on_nvme_that_are_whole_come_together_in_memory_that_the_bill_ha
         offload = tz.Offload(path=tmp_path, direct=False)
         model, _ = tz.shard(Even(), adamw, plan, mesh=mesh_of(2, 2), diloco=tz.DiLoCo(1), offload=offload)
         engine = engine_of(model)
-        assert engine.outer is not None
-        engine.outer.begin()
+        assert engine.rounds is not None
+        engine.rounds.begin()
         engine.settle()
         engine.tally.reset()
-        assert engine.outer.count_step()
-        engine.outer.run()
+        assert engine.rounds.count_step()
+        engine.rounds.run()
         whole_bytes = 4 * max(bucket.spec.full_numel for bucket in engine.trainable())
         assert engine.peak_transient_bytes == dry_run_outer_step(engine.units).ledger.peak_bytes == whole_bytes
 
@@ -486,7 +486,7 @@ def test_replicas_that_begin_a_round_with_other_weights_are_refused_on_every_ran
             model.head.bias.fill_(7)
         optimizer.step()
         train(model, optimizer, 1, rank, 3)
-        assert engine_of(model).outer.number == 2
+        assert engine_of(model).rounds.number == 2
 
     on_ranks(4, body)
 
@@ -504,7 +504,7 @@ def test_a_step_that_one_replica_refuses_has_not_begun_a_round() -> None:
         loss_of(model, batch(0, rank)).backward()
         optimizer.step()
         train(model, optimizer, 1, rank, 1)
-        assert engine_of(model).outer.number == 1
+        assert engine_of(model).rounds.number == 1
 
     on_ranks(2, body)
 
@@ -583,7 +583,7 @@ def test_an_exchange_under_way_as_weights_are_loaded_changes_no_replica(traffic:
         train(model, optimizer, 5, rank)
         weights = FullStates({name: {"weight": value} for name, value in base.state_dict().items()})
         ModelState(model).restore(weights, with_optimizer=False)
-        outer = engine_of(model).outer
+        outer = engine_of(model).rounds
         assert outer is not None
         for bucket in outer._buckets:
             with bucket.outer[1].opened(bucket.outer[1].range) as momentum:
@@ -681,7 +681,7 @@ def test_a_step_that_overflows_in_one_replica_is_a_step_of_its_round() -> None:
         model, optimizer = in_fp16()
         overflow_once(model, optimizer, rank)
         assert optimizer.skipped_steps == rank
-        assert engine_of(model).outer.number == 1
+        assert engine_of(model).rounds.number == 1
         return masters(model)
 
     assert_equal(*on_ranks(2, body))

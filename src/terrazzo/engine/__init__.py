@@ -15,6 +15,7 @@ Folders, from the lowest to the highest:
     consensus        what ranks must have alike, and where they compare it
     hooks            what torch calls while a model runs
     pipeline         a model in stages: those that this rank runs, and a step of them
+    replicas         replicas that train by themselves, and the outer steps that join them
     optim            stock optimizers over flat master weights
     offload          what is away from the device
     unit_forwards    activation checkpointing and compilation: what is put around forwards of units

@@ -67,7 +67,7 @@ class TrainingLoop:
         while session.step < train.steps and not stopped:
             before = session.step
             self.train_step()
-            joined = self.engine.outer is None or self.engine.outer.begins
+            joined = self.engine.rounds is None or self.engine.rounds.begins
             stopped = joined and self.agree_to_stop()
             self.window.step_ended()
             self.recorder.step_done()

@@ -120,7 +120,7 @@ def unkept(source: Source, model: torch.nn.Module) -> list[str]:
 
 def _has_momentum(model: torch.nn.Module) -> bool:
     """Whether outer steps have momentum."""
-    outer = engine_of(model).outer
+    outer = engine_of(model).rounds
     return outer is not None and outer.settings.momentum > 0
 
 

@@ -14,7 +14,7 @@ Each rank keeps its own part of all states, so one that has done something else 
     a module exchanges rows, as of experts      whether all have come to it                  row_exchanges
     `tz.gathered(model, write=True)` ends       what has been written into weights           written_weights
     a state dict or an average is loaded        the tensors of each rank                     `states`, by their digest
-    a round of replicas begins                  the weights that it begins with              model/outer_step, likewise
+    a round of replicas begins                  the weights that it begins with              replicas/rounds, likewise
 
 Plans that keep weights whole have no meeting at the end of a forward, nor of a backward that sums nothing over ranks.
 What differs is named on every rank.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.dry_run.outer import dry_run_fragments, dry_run_outer_step, under_way_bytes
+from terrazzo.engine.dry_run.outer_steps import dry_run_fragments, dry_run_outer_step, under_way_bytes
 from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.offload.needs import disk_bytes, host_bytes, host_sum_bytes, moment_names, need_of
 from terrazzo.engine.offload.options import Offload

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
-from terrazzo.engine.dry_run.outer import dry_run_fragments, dry_run_outer_step
+from terrazzo.engine.dry_run.outer_steps import dry_run_fragments, dry_run_outer_step
 from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.engine.offload.options import Offload

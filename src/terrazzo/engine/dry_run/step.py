@@ -18,9 +18,9 @@ from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.consensus.agreement import flags_numel
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
+from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.instrumentation.traffic import Traffic
-from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.stock.template import Templates, matrix_needs
 from terrazzo.engine.pipeline.pipeline_schedule import PipelineSchedule
@@ -28,6 +28,7 @@ from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.schedule.order import contains
 from terrazzo.engine.schedule.schedule import Schedule
+from terrazzo.engine.schedule.straying import Meet
 
 __all__ = ["StepSpec", "dry_run", "parameters_of"]
 
@@ -70,9 +71,8 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
         units: in registration order; they need not be built.
         templates: what the optimizers keep for a parameter of each param group; none without.
     """
-    tally, axes = Tally(), units[0].buckets[0].axes
-    traffic, comm_streams = tally.traffic, axes.comm_streams and CommStreams(torch.device("meta"))
-    counts = StepCounts(traffic, tally.ledger, comm_streams)
+    tally, comm_streams = Tally(), units[0].comm_streams and CommStreams(torch.device("meta"))
+    counts = StepCounts(tally.traffic, tally.ledger, comm_streams)
     counting = []
     for unit in units:
         forward_only = unit.forward_only and unit.index not in step.reached
@@ -81,32 +81,12 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
         counting_unit.expect_in_turn(unit.buckets, is_around=following is not None and contains(unit, following))
         if step.behind_updates and any(bucket.spec.updated_off_device for bucket in unit.buckets):
             counting_unit.weights.begin_update()
-    meeting = (lambda label, wanted: _meet(axes, traffic)) if weights_are_split(units) else None
     if step.stages is None:
-        schedule = Schedule(counting, step.prefetch, meeting)
-        earlier = GradientFate.LOCAL if step.local_sums else GradientFate.REDUCED
-        for index in range(step.micro_batches):
-            schedule.set_fate(earlier if index < step.micro_batches - 1 else GradientFate.FINISHED)
-            _forward(schedule, counting)
-            _backward(schedule, counting)
-            if schedule.fate is GradientFate.FINISHED or (schedule.meet is None and not step.local_sums):
-                _record_control(axes, traffic, flags_numel(units))
+        _run_whole(units, counting, step, tally)
     else:
-        chunks = step.stages.share_out([*map(parameters_of, units)])
-        staged = PipelineSchedule(counting, chunks, step.prefetch, meeting)
-        staged.begin_micro_batches()
-        with tally.ledger.holding(step.buffer_bytes):
-            for turn in step.stages.turns(step.micro_batches):
-                staged.turn_to(turn.chunk, turn.ends_model)
-                if turn.is_forward:
-                    _forward(staged, [counting[index] for index in chunks[turn.chunk]])
-                else:
-                    _backward(staged, counting)
-        staged.end_micro_batches()
-        staged.end_backward()
-        _record_control(axes, traffic, flags_numel(units))
+        _run_stages(units, counting, step, step.stages, tally)
     if units[0].buckets[0].spec.precision.loss_scaling:
-        _record_control(axes, traffic, 1)  # overflow
+        _record_control(units, tally.traffic, 1)  # overflow
     dry_run_matrices([bucket for unit in units for bucket in unit.trainable()], matrix_needs(templates), tally)
     for unit, counting_unit in zip(units, counting, strict=True):
         for bucket, counting_bucket in zip(unit.buckets, counting_unit.buckets, strict=True):
@@ -119,6 +99,35 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
 def parameters_of(unit: Unit) -> list[str]:
     """All names of the parameters of a unit."""
     return [name for bucket in unit.buckets for member in bucket.members for name in member.names]
+
+
+def _run_whole(units: Sequence[Unit], counting: Sequence[CountingUnit], step: StepSpec, tally: Tally) -> None:
+    schedule = Schedule(counting, step.prefetch, _meeting(units, tally.traffic))
+    earlier = GradientFate.LOCAL if step.local_sums else GradientFate.REDUCED
+    for index in range(step.micro_batches):
+        schedule.set_fate(earlier if index < step.micro_batches - 1 else GradientFate.FINISHED)
+        _forward(schedule, counting)
+        _backward(schedule, counting)
+        if schedule.fate is GradientFate.FINISHED or (schedule.meet is None and not step.local_sums):
+            _record_control(units, tally.traffic, flags_numel(units))
+
+
+def _run_stages(
+    units: Sequence[Unit], counting: Sequence[CountingUnit], step: StepSpec, stages: Stages, tally: Tally
+) -> None:
+    chunks = stages.share_out([*map(parameters_of, units)])
+    schedule = PipelineSchedule(counting, chunks, step.prefetch, _meeting(units, tally.traffic))
+    schedule.begin_micro_batches()
+    with tally.ledger.holding(step.buffer_bytes):
+        for turn in stages.turns(step.micro_batches):
+            schedule.turn_to(turn.chunk, turn.ends_model)
+            if turn.is_forward:
+                _forward(schedule, [counting[index] for index in chunks[turn.chunk]])
+            else:
+                _backward(schedule, counting)
+    schedule.end_micro_batches()
+    schedule.end_backward()
+    _record_control(units, tally.traffic, flags_numel(units))
 
 
 def _forward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
@@ -157,11 +166,15 @@ def _backward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
     schedule.end_backward()
 
 
-def _meet(axes: Axes, traffic: Traffic) -> int:
-    _record_control(axes, traffic, MEETING_NUMEL + 1)
-    return 0
+def _meeting(units: Sequence[Unit], traffic: Traffic) -> Meet | None:
+    def meet(label: Label, number: int) -> int:
+        _record_control(units, traffic, MEETING_NUMEL + 1)
+        return 0
+
+    return meet if weights_are_split(units) else None
 
 
-def _record_control(axes: Axes, traffic: Traffic, numel: int) -> None:
+def _record_control(units: Sequence[Unit], traffic: Traffic, numel: int) -> None:
+    axes = units[0].buckets[0].axes
     for _ in axes.live(axes.within_stage):
         traffic.record("control", numel * torch.int64.itemsize)

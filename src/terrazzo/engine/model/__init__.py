@@ -7,9 +7,9 @@
     loss.backward()                       hooks             BackwardHooks.start, by the first hook that torch calls
     tz.clip_grad_norm_(model, 1.0)        gradients         ModelGradients.clip: norms over all ranks, one factor
     optimizer.step()                      engine            before_step, publish and after_step; see `optim`
-                                          outer_step        before the first of a round: OuterSteps.begin
+                                          replicas          before the first of a round: Rounds.begin
                                                             after the last, and where replicas stream within
-                                                            it: OuterSteps.run
+                                                            it: Rounds.run
     tz.EMA(model).update()                ema               Average.update: the average follows the master weights
     with tz.gathered(model, write=True)   gathered_blocks   settle, full weights, of which what is written is taken over
     model.state_dict(), a checkpoint      engine            settle: all is at rest; then `states` reads it
@@ -19,7 +19,6 @@
     gradients         all gradients, between backwards and steps
     gathered_blocks   blocks inside which users have full weights
     drivers           what steps the model: put on it, and let go of
-    outer_step        rounds of replicas that train by themselves, and the steps that join their weights
     weight_average    a moving average of master weights, this rank's part
     ema               the average as a training loop has it
     training_calls    tz.accumulate, tz.clip_grad_norm_, tz.gathered: what they are given, and its checks

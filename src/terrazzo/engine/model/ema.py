@@ -45,7 +45,7 @@ class EMA:
             engine.require_step_taken("tz.EMA(model)", reads="weights")
             if engine.average is not None:
                 raise Misuse("This model has an average already: keep the tz.EMA that was made first.")
-            if engine.outer is not None:
+            if engine.rounds is not None:
                 raise Misuse(
                     "tz.EMA of a model whose replicas train by themselves (diloco): each would have another average. "
                     "Leave the average out; the weights after an outer step are a mean already."

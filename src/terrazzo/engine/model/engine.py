@@ -25,7 +25,6 @@ from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers
 from terrazzo.engine.model.gathered_blocks import GatheredBlocks, Write
 from terrazzo.engine.model.gradients import ModelGradients
-from terrazzo.engine.model.outer_step import OuterSteps
 from terrazzo.engine.model.weight_average import Average
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.segments.off_device_updates import Half
@@ -37,6 +36,7 @@ from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.progress.raised_passes import RaisedPasses
 from terrazzo.engine.progress.training_progress import Progress
+from terrazzo.engine.replicas.rounds import Rounds
 from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
@@ -76,7 +76,7 @@ class Engine:
         gradients: all of them, between backwards and steps.
         promise: what steps will need and send.
         blocks: of `tz.gathered`.
-        outer: rounds of replicas that train by themselves; None where gradients are summed over them.
+        rounds: of replicas that train by themselves; None where gradients are summed over them.
     """
 
     sharding: ShardingSpec
@@ -96,7 +96,7 @@ class Engine:
     gradients: ModelGradients = field(init=False)
     promise: Promise = field(init=False)
     blocks: GatheredBlocks = field(init=False)
-    outer: OuterSteps | None = field(default=None, init=False)
+    rounds: Rounds | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Build the parts, which must not hold the engine: a model is freed with the last who has it."""
@@ -110,8 +110,8 @@ class Engine:
         self.promise = Promise(units, self.sharding, schedule, templates, settings, self.stages, self.buffer_bytes)
         if (diloco := self.sharding.diloco) is not None:
             trained = [buckets for unit in units if (buckets := list(unit.trainable()))]
-            self.outer = OuterSteps(diloco, trained, self.axes, self.tally)
-        self.blocks = GatheredBlocks(units, schedule, hooks, self.axes, self.outer)
+            self.rounds = Rounds(diloco, trained, self.axes, self.tally)
+        self.blocks = GatheredBlocks(units, schedule, hooks, self.axes, self.rounds)
 
     @property
     def plan(self) -> Plan:
@@ -216,20 +216,20 @@ class Engine:
         Raises:
             RanksApart: on every rank, where replicas have other weights.
         """
-        if self.outer is not None and self.outer.begins:
+        if self.rounds is not None and self.rounds.begins:
             self.drivers.catch_up()
-            self.outer.begin()
+            self.rounds.begin()
 
     def after_step(self) -> None:
         """An optimizer has stepped: an outer step may be due, which after the last step of a round all weights take."""
-        if self.outer is not None and self.outer.count_step():
+        if self.rounds is not None and self.rounds.count_step():
             self.settle()
-            self.publish(self.outer.run())
+            self.publish(self.rounds.run())
 
     def restart_round(self) -> None:
         """Other weights have been loaded: replicas that train by themselves begin a round with these."""
-        if self.outer is not None:
-            self.outer.restart()
+        if self.rounds is not None:
+            self.rounds.restart()
 
     def have_masters(self) -> None:
         """Have all in the master weights: what the user has written into weights, and what updates do to them."""

@@ -17,7 +17,7 @@ from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.consensus.written_weights import broadcast_first, compare_written
 from terrazzo.engine.hooks.model_hooks import ModelHooks
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.model.outer_step import OuterSteps
+from terrazzo.engine.replicas.rounds import Rounds
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 
@@ -35,9 +35,9 @@ class GatheredBlocks:
     """The blocks of `tz.gathered` of one model; one may be in another."""
 
     def __init__(
-        self, units: Sequence[Unit], schedule: Schedule, hooks: ModelHooks, axes: Axes, outer: OuterSteps | None
+        self, units: Sequence[Unit], schedule: Schedule, hooks: ModelHooks, axes: Axes, rounds: Rounds | None
     ) -> None:
-        self._units, self._schedule, self._hooks, self._axes, self._outer = units, schedule, hooks, axes, outer
+        self._units, self._schedule, self._hooks, self._axes, self._rounds = units, schedule, hooks, axes, rounds
         self._buckets: list[Bucket] = [bucket for unit in units for bucket in unit.buckets]
         self._inside: Literal["read", "write"] | None = None
 
@@ -70,8 +70,8 @@ class GatheredBlocks:
             settle: brings every state to rest, before anything is gathered.
             publish: brings resting weights in line with master weights that have been written.
         """
-        if write == "first rank" and self._outer is not None:
-            self._outer.require_round_ended(f"tz.gathered(model, {write=}) came")
+        if write == "first rank" and self._rounds is not None:
+            self._rounds.require_round_ended(f"tz.gathered(model, {write=}) came")
         outer = self._inside
         named = self._named()
         if outer is not None and (outer == "write" or not write) and all(unit.weights.present for unit in self._units):
@@ -126,7 +126,7 @@ class GatheredBlocks:
         if write == "first rank":
             broadcast_first(self._buckets)
         else:
-            replica_axis = () if self._outer is None else self._outer.alike_over
+            replica_axis = () if self._rounds is None else self._rounds.alike_over
             compare_written(self._axes, self._buckets, replica_axis)
 
     def _enter(self, inside: Literal["read", "write"] | None) -> None:

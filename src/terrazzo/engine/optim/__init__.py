@@ -26,7 +26,7 @@ goes through these modules, from top to bottom:
         SwappedGroups.hold_parameters  parameters are back               swapped_groups
         engine.publish()               weights follow the masters        model/engine
         OffDeviceUpdates.after_step    waits, if step='synchronous'      offload/background_updates
-        engine.after_step()            an outer step, where one is due   model/outer_step
+        engine.after_step()            an outer step, where one is due   replicas/rounds
 
 So an element is updated by the optimizer's own code in either of two callers: its `step()`, over all segments that are
 in its groups; or a `Stepper`, which runs the same code on one segment and on any thread. The latter steps what

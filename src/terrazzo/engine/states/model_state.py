@@ -120,8 +120,8 @@ class ModelState:
                 replicas that train by themselves, whose weights differ.
         """
         engine = self._engine
-        if engine.outer is not None:
-            engine.outer.require_round_ended("Saving a checkpoint")
+        if engine.rounds is not None:
+            engine.rounds.require_round_ended("Saving a checkpoint")
         engine.require_step_taken("Saving", reads="weights")
         if with_optimizer:
             engine.require_step_taken("Saving", reads="states")
@@ -209,8 +209,8 @@ class ModelState:
         """
         engine = self._engine
         engine.require_at_rest("load_state_dict()")
-        if engine.outer is not None:
-            engine.outer.require_round_ended("load_state_dict() came")
+        if engine.rounds is not None:
+            engine.rounds.require_round_ended("load_state_dict() came")
         named = [(b, slot, _name_in(state, slot.names)) for b in engine.buckets() for slot in b.slots]
         parameters = [(bucket, slot, name) for bucket, slot, name in named if name is not None]
         named_buffers = [(buffer, _name_in(state, buffer.names)) for buffer in buffers]

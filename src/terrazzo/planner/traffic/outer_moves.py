@@ -21,7 +21,7 @@ FORMULAS = {
         "of n replicas, in every sync_every-th step: elements / ranks of a replica * 2 * 4 bytes * (n - 1) / n, or in "
         "blocks of 8 bits 260 / 256 bytes * (n - 1); and new weights within a replica once more. Of each "
         "fragment likewise, as often as it is exchanged within a round",
-        "DiLoCo, arXiv 2311.08105; terrazzo/engine/model/outer_step.py; equals the engine's count",
+        "DiLoCo, arXiv 2311.08105; terrazzo/engine/replicas/rounds.py; equals the engine's count",
     ),
 }
 

@@ -146,7 +146,7 @@ class RunReport:
 
     def step_done(self, traffic: Traffic) -> None:
         """An optimizer step was made with this traffic."""
-        outer = engine_of(self._session.model).outer
+        outer = engine_of(self._session.model).rounds
         self._sent.add(traffic.by_name(), ends_round=outer is None or outer.begins)
         self._screen.advance(self._session.step)
 

@@ -1,4 +1,4 @@
-"""A dry run of outer steps of replicas that train by themselves: what `model/outer_step` does, in bytes."""
+"""A dry run of outer steps of replicas that train by themselves: which exchanges there are in each, in bytes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.dry_run.counting import CountingBucket, StepCounts
 from terrazzo.engine.instrumentation.tally import Tally
-from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.diloco import DiLoCo
+from terrazzo.engine.replicas.outer_exchange import dry_run_exchange, exchange_bytes
+from terrazzo.engine.replicas.outer_weights import dry_run_set_master
 
 __all__ = ["dry_run_fragments", "dry_run_outer_step", "under_way_bytes"]
-
-_ITEMSIZE = torch.float32.itemsize
 
 
 def dry_run_outer_step(units: Sequence[Unit]) -> Tally:
@@ -33,8 +32,8 @@ def dry_run_outer_step(units: Sequence[Unit]) -> Tally:
         for axis in axes.live(axes.whole_mesh):  # whether the round begins alike
             tally.traffic.record("control", (2 if axis in axes.replica_axis else 1) * torch.int64.itemsize)
         for numel in _settings(trained).messages(_numel(specs)):
-            _exchange(tally, _settings(trained), numel, axes)
-        _set_masters(tally, specs)
+            dry_run_exchange(_settings(trained), numel, axes, tally)
+        _set_masters(specs, tally)
     return tally
 
 
@@ -44,8 +43,8 @@ def dry_run_fragments(units: Sequence[Unit]) -> list[Tally]:
     for specs in _fragments(trained):
         tallies.append(Tally())
         if numel := _numel(specs):
-            _exchange(tallies[-1], _settings(trained), numel, units[0].buckets[0].axes)
-        _set_masters(tallies[-1], specs)
+            dry_run_exchange(_settings(trained), numel, units[0].buckets[0].axes, tallies[-1])
+        _set_masters(specs, tallies[-1])
     return tallies
 
 
@@ -56,7 +55,7 @@ def under_way_bytes(units: Sequence[Unit]) -> int:
     trained, axes = _trained(units), units[0].buckets[0].axes
     if not trained or not _settings(trained).delay:
         return 0
-    return max(_exchange_bytes(_settings(trained), _numel(specs), axes) for specs in _fragments(trained))
+    return max(exchange_bytes(_settings(trained), _numel(specs), axes) for specs in _fragments(trained))
 
 
 def _trained(units: Sequence[Unit]) -> list[list[BucketSpec]]:
@@ -81,25 +80,7 @@ def _numel(specs: Sequence[BucketSpec]) -> int:
     return sum(spec.numel(spec.outer_axes) for spec in specs)
 
 
-def _exchange_bytes(settings: DiLoCo, numel: int, axes: Axes) -> int:
-    """Memory of one message, with what arrives of it."""
-    along = axes.along(axes.replica_axis[0])
-    sums = along.size > 1 and settings.traffic == "fp32"
-    received = along.receive_bytes(settings.message_numel(numel, along.size) * _ITEMSIZE) if sums else 0
-    return settings.held_bytes(numel, along.size, axes.device.type) + received
-
-
-def _exchange(tally: Tally, settings: DiLoCo, numel: int, axes: Axes) -> None:
-    replicas = axes.size(axes.replica_axis)
-    with tally.ledger.holding(_exchange_bytes(settings, numel, axes)):
-        if replicas > 1:
-            kind = "all_gather" if settings.traffic == "int8" else "all_reduce"
-            tally.traffic.record(kind, settings.sent_bytes(numel, replicas))
-
-
-def _set_masters(tally: Tally, specs: Sequence[BucketSpec]) -> None:
+def _set_masters(specs: Sequence[BucketSpec], tally: Tally) -> None:
     for spec in specs:
-        with tally.ledger.holding(spec.outer_gathers_apart * spec.numel(spec.optim_axes) * _ITEMSIZE):
-            for move in spec.outer_gathers:
-                tally.traffic.record(move.kind, int(move.sent_bytes))
+        dry_run_set_master(spec, tally)
         Transfer(CountingBucket(spec, StepCounts(tally.traffic, tally.ledger, None)).publish()).finish()

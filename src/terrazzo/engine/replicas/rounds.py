@@ -1,4 +1,4 @@
-"""The outer steps of replicas that train by themselves: see `DiLoCo`.
+"""The rounds of replicas that train by themselves, and their outer steps: see `DiLoCo`.
 
 Each rank has a part of the weights that a round began with, and of their momentum, cut over the ranks of its replica.
 It exchanges outer gradients of that part with the ranks of the other replicas that have the same part. They are summed
@@ -12,8 +12,7 @@ gradients wait, and are taken when they would have been; they do not depend on w
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -23,30 +22,21 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.gradients.block_sums import sum_everywhere
-from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
-from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.transfer import Moves, Transfer
+from terrazzo.engine.buckets.resting.buffer import Resting
+from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.consensus.digest import digest
-from terrazzo.engine.formats.block_format import tile_numel
 from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.plan.diloco import OUTER_BLOCKS, DiLoCo
+from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import Range
+from terrazzo.engine.replicas.outer_exchange import OuterPart, begin_exchange, messages_of, tiles_of
+from terrazzo.engine.replicas.outer_weights import set_master
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.errors import Misuse, RanksApart
 
-__all__ = ["OuterSteps"]
-
-
-class _Part(NamedTuple):
-    """Elements of one bucket, and where they are in the message that carries them."""
-
-    bucket: Bucket
-    elements: Range
-    in_message: Range
+__all__ = ["Rounds"]
 
 
 class _StreamedStep(NamedTuple):
@@ -57,13 +47,13 @@ class _StreamedStep(NamedTuple):
     """
 
     buckets: Sequence[Bucket]
-    parts: Sequence[_Part]
+    parts: Sequence[OuterPart]
     exchange: Transfer[Tensor]
     counted: ExitStack
     merges_behind: int
 
 
-class OuterSteps:
+class Rounds:
     """The rounds of one model: optimizer steps of each replica by itself, outer steps of fragments among them where
     replicas stream, and at the end an outer step of all.
 
@@ -81,10 +71,9 @@ class OuterSteps:
         self._buckets = list(chain(*units))
         self._fragments = [list(chain(*part)) for part in settings.cut(units)]
         self._axes, self._ledger = axes, tally.ledger
-        self._along = axes.along(axes.replica_axis[0])
         self._under_way: _StreamedStep | None = None
         self._label = Label(Purpose.OUTER)
-        axes.before_replicas_meet(weakly(self, OuterSteps._end_exchange))
+        axes.before_replicas_meet(weakly(self, Rounds._end_exchange))
 
     @property
     def begins(self) -> bool:
@@ -158,7 +147,7 @@ class OuterSteps:
             return self._meet()
         if (fragment := self.settings.fragment_behind(self.steps)) is not None:
             buckets, counted = self._fragments[fragment], ExitStack()
-            parts = next(_messages(self.settings, buckets, whole=True), [])
+            parts = next(messages_of(self.settings, buckets, whole=True), [])
             self._next_label()
             exchange = self._begin_exchange(parts, counted)
             self._under_way = _StreamedStep(buckets, parts, exchange, counted, self.steps + self.settings.delay)
@@ -177,16 +166,16 @@ class OuterSteps:
             self._step(parts, exchange.finish())
         self._under_way = None
         for bucket in buckets:
-            _set_master(bucket, self.settings.kept, self._label)
+            set_master(bucket, self.settings.kept, self._label)
         return buckets
 
     def _meet(self) -> Sequence[Bucket]:
         self._next_label()
-        for parts in _messages(self.settings, self._buckets):
+        for parts in messages_of(self.settings, self._buckets):
             with ExitStack() as counted:
                 self._step(parts, self._begin_exchange(parts, counted).finish())
         for bucket in self._buckets:
-            _set_master(bucket, 0.0, self._label)
+            set_master(bucket, 0.0, self._label)
         self.steps, self.number = 0, self.number + 1
         return self._buckets
 
@@ -206,16 +195,12 @@ class OuterSteps:
                 "between two rounds must be the same on all."
             )
 
-    def _begin_exchange(self, parts: Sequence[_Part], counted: ExitStack) -> Transfer[Tensor]:
-        """Have the mean of outer gradients of some parts, in memory that is counted until `counted` is closed."""
-        numel, along, device = _numel(parts), self._along, self._axes.device
-        if numel:
-            counted.enter_context(self._ledger.holding(self.settings.held_bytes(numel, along.size, device.type)))
-        return Transfer(_exchange(self.settings, parts, along, device), self._label)
+    def _begin_exchange(self, parts: Sequence[OuterPart], counted: ExitStack) -> Transfer[Tensor]:
+        return begin_exchange(self.settings, parts, self._axes, self._label, self._ledger, counted)
 
-    def _step(self, parts: Sequence[_Part], gradients: Tensor) -> None:
+    def _step(self, parts: Sequence[OuterPart], gradients: Tensor) -> None:
         """Take the step with the mean of outer gradients."""
-        for bucket, tile, within in _tiles(parts, self._axes.device):
+        for bucket, tile, within in tiles_of(parts, self._axes.device):
             self._update(bucket.outer, tile, gradients[within])
 
     def _update(self, states: Sequence[Resting], tile: Range, gradient: Tensor) -> None:
@@ -227,87 +212,3 @@ class OuterSteps:
                 with states[1].opened(tile, "change") as kept:
                     step = kept.mul_(momentum).add_(step).mul(momentum).add_(step)
             weights.sub_(step.mul(lr))
-
-
-def _messages(settings: DiLoCo, buckets: Sequence[Bucket], *, whole: bool = False) -> Iterator[list[_Part]]:
-    """Messages of an outer step: this rank's parts of the buckets, one after the other; a `whole` one has all."""
-    owned = [(bucket, bucket.space.range(bucket.spec.outer_axes)) for bucket in buckets]
-    left = deque((bucket, own) for bucket, own in owned if own.numel)
-    for numel in settings.messages(sum(own.numel for _, own in left), whole=whole):
-        parts, end = list[_Part](), 0
-        while end < numel:
-            bucket, own = left.popleft()
-            stop = min(own.stop, own.start + numel - end)
-            parts.append(_Part(bucket, Range(own.start, stop), Range(end, end + stop - own.start)))
-            end += stop - own.start
-            if stop < own.stop:
-                left.appendleft((bucket, Range(stop, own.stop)))
-        yield parts
-
-
-def _tiles(parts: Sequence[_Part], device: torch.device) -> Iterator[tuple[Bucket, Range, slice]]:
-    """The elements of `parts` a little at a time, as states on `nvme` are read, and where each is in the message."""
-    for bucket, elements, in_message in parts:
-        for cut in bucket.exact.cuts(elements):
-            for tile in cut.pieces(tile_numel(device.type)):
-                start = in_message.start + tile.start - elements.start
-                yield bucket, tile, slice(start, start + tile.numel)
-
-
-def _numel(parts: Sequence[_Part]) -> int:
-    return parts[-1].in_message.stop if parts else 0
-
-
-def _exchange(settings: DiLoCo, parts: Sequence[_Part], along: Collectives, device: torch.device) -> Moves[Tensor]:
-    """The mean of outer gradients of all replicas. It holds no `OuterSteps`, which holds the transfer of it."""
-    numel = _numel(parts)
-    message = torch.zeros(settings.message_numel(numel, along.size), device=device)
-    for bucket, tile, within in _tiles(parts, device):
-        with bucket.outer[0].opened(tile) as first, bucket.exact.opened(tile) as weights:
-            message[within].copy_(first - weights)
-    if numel:
-        mean = _mean_of_blocks if settings.traffic == "int8" else _mean
-        yield from mean(message, numel, along)
-    return message
-
-
-def _mean(message: Tensor, numel: int, along: Collectives) -> Moves[None]:
-    """Replace the outer gradients of this replica by the mean of all."""
-    if along.size > 1:
-        message.copy_((yield from along.all_reduce(message, message.dtype, along.size)))
-
-
-def _mean_of_blocks(message: Tensor, numel: int, along: Collectives) -> Moves[None]:
-    """Replace them by the mean of what blocks of 8 bits stand for, those of this replica too."""
-    own = message[:numel]
-    yield from sum_everywhere(along, own, OUTER_BLOCKS)
-    own.div_(along.size)
-
-
-def _set_master(bucket: Bucket, kept: float, label: Label) -> None:
-    """Bring the new weights to where the optimizer's are; ranks that have more of these get the others' parts.
-
-    Args:
-        kept: share of what these were that stays.
-    """
-    first, master = bucket.outer[0], bucket.exact
-    for cut in master.cuts(first.range):
-        for tile in cut.pieces(tile_numel(bucket.axes.device.type)) if kept else [cut]:
-            with master.opened(tile, "change" if kept else "replace") as weights, first.opened(tile) as new:
-                if kept:  # each product is rounded by itself, as in a step
-                    weights.mul_(kept).add_(new.mul(1 - kept))
-                else:
-                    weights.copy_(new)
-    if bucket.spec.outer_axes == bucket.spec.optim_axes:
-        return
-    if not bucket.spec.outer_gathers_apart:
-        assert isinstance(master, Buffer), "collectives write to it"
-        Transfer(master.complete(bucket.spec.outer_axes), label).finish()
-        return
-    with bucket.ledger.holding(master.nbytes):
-        whole = bucket.space.empty(bucket.spec.optim_axes, master.dtype)
-        for cut in master.cuts(first.range):
-            with master.opened(cut) as own:
-                whole.part(cut).copy_(own)
-        Transfer(whole.complete(bucket.spec.outer_axes), label).finish()
-        master.save(whole)
