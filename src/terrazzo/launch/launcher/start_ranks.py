@@ -48,28 +48,30 @@ def launch_ranks(
         patience: with several ranks that stand still; None does not watch them.
         restarts: decides whether ranks are started again after a failure; None does not restart them.
     """
-    signals, claimed = ReceivedSignals(), False
+    signals, has_claimed = ReceivedSignals(), False
     try:
         while True:
             looked_after = patience if start.ranks > 1 else None
             ranks = LocalRanks(start, defaults(start.ranks), labelled=labelled, patience=looked_after)
-            end, claimed = _run(ranks, signals, notices, claimed)
+            end, has_claimed = _run(ranks, signals, notices, has_claimed)
             may_restart = restarts is not None and end.code not in (0, PREEMPTED) and not signals.received
             following = restarts.after(start, end) if restarts is not None and may_restart else None
             if following is None:
                 return _exit_code(end, notices)
             start = following
-            if claimed and notices is not None:
+            if has_claimed and notices is not None:
                 notices.on_restart()
     finally:
         signals.restore()
 
 
-def _run(ranks: LocalRanks, signals: ReceivedSignals, notices: Notices | None, claimed: bool) -> tuple[RunEnd, bool]:
+def _run(
+    ranks: LocalRanks, signals: ReceivedSignals, notices: Notices | None, has_claimed: bool
+) -> tuple[RunEnd, bool]:
     """Wait until ranks have ended, and say how. Also returns whether the run has claimed its folders.
 
     Args:
-        claimed: whether an earlier start of the run has.
+        has_claimed: whether an earlier start of the run has.
     """
     with ranks as started:
         kill_signal = started.wait(signals, lambda: _say_stopping(started, notices))
@@ -79,10 +81,10 @@ def _run(ranks: LocalRanks, signals: ReceivedSignals, notices: Notices | None, c
     oom_kills = started.oom_kills
     at_end = RanksAtEnd(started.ranks, stop_signal, kill_signal, started.stall, evidence, oom_kills, notices)
     end = report_end(at_end)
-    claimed = claimed or started.any_reached(Milestone.CLAIMED)
-    if notices is not None and claimed and started.stall is None:  # the note of a stall is kept with its evidence
+    has_claimed = has_claimed or started.any_reached(Milestone.CLAIMED)
+    if notices is not None and has_claimed and started.stall is None:  # the note of a stall is kept with its evidence
         notices.on_end(end.note)
-    return end, claimed
+    return end, has_claimed
 
 
 def _say_stopping(started: LocalRanks, notices: Notices | None) -> None:

@@ -73,7 +73,7 @@ def _folder_of_run(shared: Path, rank: int) -> Path:
 
     Every rank takes part in every run, so all count the same number of runs.
     """
-    number = next(number for number in itertools.count(1) if _claim(shared / f"rank.{rank}.{number}"))
+    number = next(number for number in itertools.count(1) if _has_created(shared / f"rank.{rank}.{number}"))
     folder = shared / f"run.{number}"
     folder.mkdir(exist_ok=True)
     return folder
@@ -97,7 +97,7 @@ def _tell_torchrun(error: BaseException, failure: Failure, *, is_first: bool) ->
         report_to_torchrun(without_passwords(f"{type(error).__name__}: {error}"), failure.text)
 
 
-def _claim(path: Path) -> bool:
+def _has_created(path: Path) -> bool:
     """Whether this process is the first to create `path`."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -109,7 +109,7 @@ def _claim(path: Path) -> bool:
 def _is_first(path: Path) -> bool:
     """Whether no rank has printed its failure yet; true if that cannot be found out: rather twice than never."""
     try:
-        return _claim(path)
+        return _has_created(path)
     except OSError:
         return True
 

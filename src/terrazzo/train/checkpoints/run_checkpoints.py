@@ -65,7 +65,7 @@ class RunCheckpoints:
         self.sure_step: int | None = None
         self._local_folders: Mapping[str, CheckpointFolder] | None = None
         who = f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC).isoformat(timespec='seconds')}"
-        self._claim = together(lambda: checkpoint.claim(self.folder, who) if self.is_first else None, Misuse)
+        self._lock = together(lambda: checkpoint.claim(self.folder, who) if self.is_first else None, Misuse)
 
     def find_local(self) -> Mapping[str, CheckpointFolder]:
         """Folders to read local checkpoints from that are newer than the durable ones, by path; oldest first.
@@ -163,7 +163,7 @@ class RunCheckpoints:
 
     def lost(self) -> str | None:
         """A description of the folder, if it was moved or replaced since the start; else None. Only rank 0 looks."""
-        if self._claim is None or self._claim.in_place():
+        if self._lock is None or self._lock.in_place():
             return None
         return f"the checkpoint folder '{self.folder}' (checkpoint.folder)"
 
@@ -204,8 +204,8 @@ class RunCheckpoints:
 
     def _release(self, patience_s: float = 0.0) -> None:
         self._local.close(patience_s)
-        if self._claim is not None:
-            self._claim.drop()
+        if self._lock is not None:
+            self._lock.drop()
 
     def _prune(self) -> None:
         keep = self._settings

@@ -71,21 +71,21 @@ def open_session(
     ranks: Ranks,
     notes: list[str] | None = None,
     restart: Restart | None = None,
-    claimed: Callable[[], object] = lambda: None,
+    on_claimed: Callable[[], object] = lambda: None,
 ) -> Session:
     """Build a new run, or continue the one in the newest checkpoint. Collective.
 
     Args:
         notes: lines to be said before the first step.
         restart: what these ranks were told, if they were started again after a failure.
-        claimed: is called as soon as no other run may use the run's folders.
+        on_claimed: is called as soon as no other run may use the run's folders.
     """
     absent = absent_folders(config) if ranks.is_first else []
     try:
         on_first(lambda: make_log_folder(config), BadInput)
         checkpoints = RunCheckpoints(config, ranks)
         try:
-            claimed()
+            on_claimed()
             before = _before_model(config, ranks, checkpoints)
             session = _build(config, ranks, checkpoints, before, list(notes or ()))
             session.origin.restart = restart
