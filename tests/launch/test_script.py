@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -174,6 +175,22 @@ def test_lines_are_labelled_once_they_are_whole(capfd: pytest.CaptureFixture[str
     assert capfd.readouterr().out == "[rank 1] la\n"
 
 
+def test_lines_are_not_torn_by_what_others_write_to_the_same_pipe() -> None:
+    """Writes of more than a pipe takes at once are: each that is read here was one."""
+    lines = [b"%d" % number * 40 for number in range(400)]
+    reader, writer = os.pipe2(os.O_DIRECT)
+    labelled = LabelledOutput("r ", OutputTarget(writer))
+    os.write(labelled.theirs, b"".join(line + b"\n" for line in lines))
+    assert labelled.read()
+    os.close(writer)
+    writes = list(iter(lambda: os.read(reader, 1 << 16), b""))
+    os.close(reader)
+    labelled.close_writing_end()
+    labelled.close()
+    assert all(write.endswith(b"\n") and len(write) <= select.PIPE_BUF for write in writes)
+    assert b"".join(writes) == b"".join(b"r " + line + b"\n" for line in lines)
+
+
 def test_a_full_disk_is_said_once_and_ranks_go_on(capfd: pytest.CaptureFixture[str]) -> None:
     with open("/dev/full", "wb") as full:
         target = OutputTarget(full.fileno())
@@ -247,6 +264,34 @@ def test_signals_are_heeded_while_nobody_reads(merged: bool, tmp_path: Path) -> 
             os.close(reader)
 
 
+FAILS = """
+import os, sys, time
+while os.environ["RANK"] == "0":
+    sys.stdout.write("x" * 200 + "\\n")
+time.sleep(2)
+sys.stdout.write("y\\n" * 20_000)
+raise ZeroDivisionError("the cause of it all")
+"""
+
+
+@pytest.mark.processes
+def test_the_failure_of_a_rank_is_said_while_nobody_reads_and_its_lines_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    reader, writer = os.pipe()
+    words = [sys.executable, "-m", "terrazzo", "run", "--ranks", "2", str(tmp_path / "fails.py")]
+    command = subprocess.Popen(words, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    with command, os.fdopen(reader) as lines:
+        assert command.stderr is not None
+        try:
+            assert select.select([command.stderr], [], [], 60)[0]
+            assert command.stderr.readline() == "Rank 1 failed first:\n"
+            assert sum(line == "[rank 1] y\n" for line in lines) == 20_000
+            assert command.wait(30) == 1
+        finally:
+            command.kill()
+
+
 def _await_full(reader: int) -> None:
     """Wait until nothing has fitted into a pipe for a while."""
     size = fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ)
@@ -299,7 +344,7 @@ def test_a_script_that_is_ended_at_once_is_said_to_be(
                 asked()
             return signal.SIGINT
 
-        def await_output(self, signals: object) -> None:
+        def await_output(self, signals: object, *, at_last: bool = False) -> None:
             pass
 
     monkeypatch.setattr(launcher, "LocalRanks", Ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from terrazzo.processes.standard_streams import say_on_stderr
 
@@ -28,22 +28,38 @@ class OutputTarget:
 
     def write(self, lines: Sequence[bytes]) -> None:
         """Write whole lines, of one rank at a time. Waits for whoever reads; what cannot be written is left out."""
-        left = memoryview(b"".join(line + b"\n" for line in lines))
         with self._turn:
-            while left:
-                try:
-                    left = left[os.write(self._descriptor, left) :]
-                except BlockingIOError:  # whoever reads has made it so, and is behind
-                    select.select([], [self._descriptor], [])
-                except OSError as error:  # nobody reads any more, or a full disk: the ranks go on
-                    self._say_once(error)
-                    return
+            try:
+                for piece in _pieces(lines):
+                    self._write(piece)
+            except OSError as error:  # nobody reads any more, or a full disk: the ranks go on
+                self._say_once(error)
+
+    def _write(self, piece: bytes) -> None:
+        left = memoryview(piece)
+        while left:
+            try:
+                left = left[os.write(self._descriptor, left) :]
+            except BlockingIOError:  # whoever reads has made it so, and is behind
+                select.select([], [self._descriptor], [])
 
     def _say_once(self, error: OSError) -> None:
         """Say on stderr that lines of ranks are lost, unless somebody has left on purpose, as `| head` does."""
         if not isinstance(error, BrokenPipeError) and not self._has_lost:
             self._has_lost = True
             say_on_stderr(f"Output of the ranks cannot be written ({error.strerror}), and they go on.")
+
+
+def _pieces(lines: Sequence[bytes]) -> Iterator[bytes]:
+    """Lines in pieces that a pipe takes whole: the first rank writes to it too. A longer line is a piece by itself."""
+    piece = b""
+    for line in lines:
+        if piece and len(piece) + len(line) >= select.PIPE_BUF:
+            yield piece
+            piece = b""
+        piece += line + b"\n"
+    if piece:
+        yield piece
 
 
 class LabelledOutput:

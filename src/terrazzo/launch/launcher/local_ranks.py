@@ -34,7 +34,7 @@ __all__ = ["LaunchSpec", "LocalRank", "LocalRanks"]
 
 _POLL_S = 0.1
 _STOPPING_S = 30.0  # time for ranks that were asked to stop to save, once one of them has ended
-_UNREAD_S = 3.0  # time for whoever reads what ranks have printed, once the run was asked to stop
+_UNREAD_S = 2.0  # time for whoever reads what ranks have printed
 _UNKILLABLE_S = 10.0  # the kernel may keep a killed process for as long as a device or file system does not answer
 
 
@@ -305,14 +305,19 @@ class LocalRanks:
         for recording in self.recordings:
             recording.close()
 
-    def await_output(self, signals: ReceivedSignals) -> None:
-        """Once all have ended: wait until what they have printed is written, a stop asked for within reason."""
-        deadline = float("inf")
+    def await_output(self, signals: ReceivedSignals, *, at_last: bool = False) -> None:
+        """Once all have ended: wait until what they have printed is written, within reason.
+
+        Args:
+            at_last: what has not been written is lost after this, which is said: wait until a stop is asked for.
+        """
+        deadline = time.monotonic() + (float("inf") if at_last else _UNREAD_S)
         while not all(output.is_finished(_POLL_S) for rank in self.ranks for output in rank.outputs):
             if signals.received:
                 deadline = min(deadline, time.monotonic() + _UNREAD_S)
             if time.monotonic() > deadline:
-                say_on_stderr("The last lines of the ranks are lost: nobody reads them.")
+                if at_last:
+                    say_on_stderr("The last lines of the ranks are lost: nobody reads them.")
                 return
 
     def _pass_on(self, number: int) -> None:

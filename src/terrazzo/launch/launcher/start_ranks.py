@@ -76,11 +76,12 @@ def _run(
     with ranks as started:
         kill_signal = started.wait(signals, lambda: _say_stopping(started, notices))
         evidence = keep_evidence(started.suspects, started.stall) if started.stall is not None else ""
-    started.await_output(signals)
+    started.await_output(signals)  # what is said of the end comes behind it, unless nobody reads
     stop_signal = next(iter(signals.received), None)
     oom_kills = started.oom_kills
     at_end = RanksAtEnd(started.ranks, stop_signal, kill_signal, started.stall, evidence, oom_kills, notices)
     end = report_end(at_end)
+    started.await_output(signals, at_last=True)
     has_claimed = has_claimed or started.any_reached(Milestone.CLAIMED)
     if notices is not None and has_claimed and started.stall is None:  # the note of a stall is kept with its evidence
         notices.on_end(end.note)
