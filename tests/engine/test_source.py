@@ -12,11 +12,13 @@ ENGINE = ROOT / "src/terrazzo/engine"
 SOURCES = {str(path.relative_to(ENGINE).with_suffix("")): path.read_text() for path in ENGINE.rglob("*.py")}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 OF_OTHERS = {
-    *("_asdict", "_fields", "_getframe", "_make"),
+    *("_asdict", "_fields", "_getframe", "_make", "_replace"),
     *("_init_weights", "_is_hf_initialized", "_no_split_modules"),
-    "_us",
+    *("_can_record_outputs", "_is_expert_parallel"),
+    *("_exit", "_measured", "_pool", "_promised", "_us"),
 }
-"""Of Python's library and transformers' models, and an end of names of the kernel's files."""
+"""Of Python's library and transformers' models, and ends of longer names."""
+BESIDE = ("parallel", "nn", "optim", "train", "planner/memory")
 
 
 def names_in(node: ast.AST) -> Iterator[str]:
@@ -45,21 +47,42 @@ def defined_in(node: ast.AST) -> str:
     return ""
 
 
-def test_every_internal_of_torch_is_in_the_table() -> None:
-    page = (ROOT / "docs/concepts/engine.md").read_text()
+def internals_of_torch(heading: str) -> list[tuple[set[str], set[str]]]:
+    """The rows of a table of them: names, and the modules that have these."""
+    page = (ROOT / "docs/concepts/engine.md").read_text().split(heading)[1]
     table = page[page.index("| of torch | in | for |") :].split("\n\n")[0]
     rows = [[set(re.findall(r"`([\w/]+)`", cell)) for cell in line.split("|")[1:3]] for line in table.splitlines()[2:]]
+    return [(names, modules) for names, modules in rows]
+
+
+def check_rows(rows: list[tuple[set[str], set[str]]], sources: dict[str, str]) -> None:
     for names, modules in rows:
         word = re.compile(rf"\b({'|'.join(sorted(names))})\b")
-        assert {name for name, source in SOURCES.items() if word.search(source)} == modules, names
-    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
-    own = {defined_in(node) for node in nodes}
+        assert {name for name, source in sources.items() if word.search(source)} == modules, names
+        assert {name for name in names if not re.search(rf"\b{name}\b", "\n".join(sources.values()))} == set()
+
+
+def private_in(trees: dict[str, ast.Module]) -> set[str]:
+    """Private names that are asked for and not defined there."""
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     private = {name for node in nodes for name in names_in(node) if re.fullmatch(r"_[a-zA-Z]\w*", name)}
-    named = {name for names, _ in rows for name in names}
-    assert private - own - OF_OTHERS <= named
-    assert {
-        name for name in named if not any(re.search(rf"\b{name}\b", source) for source in SOURCES.values())
-    } == set()
+    return private - {defined_in(node) for node in nodes}
+
+
+def test_every_internal_of_torch_is_in_the_table() -> None:
+    rows = internals_of_torch("## What it knows of torch's insides")
+    check_rows(rows, SOURCES)
+    assert private_in(TREES) - OF_OTHERS <= {name for names, _ in rows for name in names}
+
+
+def test_every_internal_of_torch_beside_the_engine_is_in_a_table() -> None:
+    package = ROOT / "src/terrazzo"
+    paths = [package / "exchange.py", *(path for folder in BESIDE for path in (package / folder).rglob("*.py"))]
+    sources = {str(path.relative_to(package).with_suffix("")): path.read_text() for path in paths}
+    own, read = (internals_of_torch(heading) for heading in ("Above and below the engine", "torch's insides"))
+    check_rows(own, sources)
+    private = private_in({name: ast.parse(source) for name, source in sources.items()})
+    assert private - OF_OTHERS <= {name for names, _ in (*own, *read) for name in names}
 
 
 FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "randperm", "tensor", "zeros"}

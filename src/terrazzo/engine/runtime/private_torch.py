@@ -1,4 +1,4 @@
-"""Functions and classes that the engine uses and torch does not document, each looked up here alone, on import.
+"""What Terrazzo calls and torch does not document, each looked up here alone, on import; `nn` is below, and has one.
 
 What the engine reads beside them are attributes that torch's objects have; whether this torch has those is looked up
 here, too. The table at the end of `docs/concepts/engine.md` says what each is for.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -20,8 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 __all__ = [
     "FOREACH",
+    "FlashAttention",
     "SavedHooks",
     "as_class",
+    "default_store",
     "graph_task",
     "lookup",
     "plainly",
@@ -33,6 +36,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "uncompiled",
+    "uncompiled_once_called",
     "will_run",
 ]
 
@@ -47,7 +51,7 @@ def lookup(owner: Any, *path: str) -> Any:
         named = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name, _NONE)
         if named is _NONE:
             raise ImportError(
-                f"Terrazzo's engine needs {name!r} of {getattr(owner, '__name__', owner)!s}, which torch "
+                f"Terrazzo needs {name!r} of {getattr(owner, '__name__', owner)!s}, which torch "
                 f"{torch.__version__} does not have. It is there from torch 2.11 to 2.13: install one of these."
             )
         owner = named
@@ -55,6 +59,8 @@ def lookup(owner: Any, *path: str) -> Any:
 
 
 _NONE = object()
+P = ParamSpec("P")
+T = TypeVar("T")
 
 plainly: Any = lookup(torch, "_C", "DisableTorchFunctionSubclass")
 """A block, `with plainly():`, in which torch asks no subclass: parameters at rest would answer in Python."""
@@ -89,6 +95,9 @@ FOREACH: dict[str, Any] = {name.partition("each_")[2]: lookup(torch, name) for n
 """What torch's own clipping and optimizers call on lists of gradients."""
 
 
+_ATEN: Any = torch.ops.aten
+
+
 class SavedHooks:
     """The default hooks for what autograd keeps for backward, of this thread."""
 
@@ -99,9 +108,30 @@ class SavedHooks:
     top: Callable[[bool], Any] = staticmethod(lookup(_autograd, "_top_saved_tensors_default_hooks"))
 
 
+class FlashAttention:
+    """Torch's flash attention with the log-sum-exp, which `F.scaled_dot_product_attention` keeps to itself."""
+
+    on_cpu: Callable[..., Any] = staticmethod(lookup(_ATEN, "_scaled_dot_product_flash_attention_for_cpu"))
+    on_cpu_backward: Callable[..., Any] = staticmethod(
+        lookup(_ATEN, "_scaled_dot_product_flash_attention_for_cpu_backward")
+    )
+    on_cuda: Callable[..., Any] = staticmethod(lookup(_ATEN, "_scaled_dot_product_flash_attention"))
+    on_cuda_backward: Callable[..., Any] = staticmethod(lookup(_ATEN, "_scaled_dot_product_flash_attention_backward"))
+
+
+default_store: Callable[[], dist.Store] = lookup(dist, "distributed_c10d", "_get_default_store")
+"""The store by which the ranks of the default group have found each other."""
+
+
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, kept out of graphs of torch's compiler; the first time that takes seconds to load."""
     wrapped: Callable[..., Any] = lookup(torch, "_dynamo", "disable")(function)
+    return wrapped
+
+
+def uncompiled_once_called(function: Callable[P, T]) -> Callable[P, T]:
+    """The same of what is defined where nothing may be compiled: the compiler loads with the first call, not here."""
+    wrapped: Callable[P, T] = lookup(torch, "_disable_dynamo")(function)
     return wrapped
 
 

@@ -19,8 +19,10 @@ def backends_by_device(group: dist.ProcessGroup | None = None) -> dict[str, str]
     return dict(pair.split(":") for pair in pairs if ":" in pair)
 
 
-def timeout_s_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How long ranks of the group wait for each other, with tensors on that device."""
+def timeout_s_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """How long ranks of the group, or all ranks, wait for each other, with tensors on that device."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None, "ranks have a group"
     try:
         timeout: timedelta = group._get_backend(device).options._timeout
     except (RuntimeError, AttributeError):  # a backend that knows of none

@@ -7,12 +7,13 @@ gradients are sums over all. Both run torch's flash kernels where there are any,
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.runtime.device import properties
+from terrazzo.engine.runtime.private_torch import FlashAttention
 
 __all__ = ["ROWS", "Part", "Result", "VisibleKeys", "attend", "backward"]
 
@@ -22,8 +23,6 @@ it on; or a bool mask `[B, 1, queries, keys]`."""
 
 ROWS = 512
 """Queries at a time where scores are in memory."""
-
-_aten: Any = torch.ops.aten
 
 
 class Part(NamedTuple):
@@ -114,12 +113,12 @@ def _joined(groups: list[Tensor]) -> Tensor:
 def _attend(part: Part) -> Result:
     query, key, value, seen, scale = part
     if _is_cpu_flash(part):
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = FlashAttention.on_cpu(
             query, key, value, 0.0, _is(seen, "causal"), attn_mask=_bias(seen, query.dtype), scale=scale
         )
         return Result(out, _without_blind(lse, seen))
     if _is_cuda_flash(part):
-        outputs = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, _is(seen, "causal"), scale=scale)
+        outputs = FlashAttention.on_cuda(query, key, value, 0.0, _is(seen, "causal"), scale=scale)
         return Result(outputs[0], outputs[1])
     return _portable(part)
 
@@ -127,7 +126,7 @@ def _attend(part: Part) -> Result:
 def _backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value, seen, scale = part
     if _is_cpu_flash(part):
-        gradients: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients: tuple[Tensor, Tensor, Tensor] = FlashAttention.on_cpu_backward(
             *(grad, query, key, value, *whole, 0.0, _is(seen, "causal")),
             attn_mask=_bias(seen, query.dtype),
             scale=scale,
@@ -136,7 +135,7 @@ def _backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, 
     if _is_cuda_flash(part):
         none, state = torch.empty(0, device=query.device), torch.zeros(2, dtype=torch.uint64, device=query.device)
         lse = whole.lse.contiguous()  # the kernel takes no note of strides, and a tile's are those of the sequence
-        of_kernel = _aten._scaled_dot_product_flash_attention_backward(
+        of_kernel = FlashAttention.on_cuda_backward(
             *(grad, query, key, value, whole.out, lse, none, none, query.shape[2], key.shape[2]),
             *(0.0, _is(seen, "causal"), state, none),
             scale=scale,

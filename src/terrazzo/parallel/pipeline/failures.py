@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
+from terrazzo.engine.runtime.private_torch import default_store
 from terrazzo.errors import BY_NAME, ConnectionLost, lost_a_rank
 
 __all__ = ["PATIENCE_S", "FailedElsewhere", "Failures", "LostRank", "broke_a_connection"]
@@ -64,7 +65,7 @@ class Failures:
         own = str(error) if kind in BY_NAME else f"{kind}: {error}"
         text = str(error) if isinstance(error, LostRank) else f"Rank {rank}{where} has failed first: {own}"
         with contextlib.suppress(RuntimeError):  # the store may have gone with its process
-            _store().compare_set(self._key, "", json.dumps([rank, kind, text]))
+            default_store().compare_set(self._key, "", json.dumps([rank, kind, text]))
 
     def meet(
         self, numbers: Sequence[float], problem: Exception | None = None, patience_s: float | None = None
@@ -132,11 +133,11 @@ class Failures:
         """What another rank has told, waiting for it so long."""
         until = time.monotonic() + patience_s
         with contextlib.suppress(RuntimeError):
-            while not _store().check([self._key]):
+            while not default_store().check([self._key]):
                 if time.monotonic() > until:
                     return None
                 time.sleep(0.02)
-            rank, kind, text = json.loads(_store().get(self._key))
+            rank, kind, text = json.loads(default_store().get(self._key))
             if rank != dist.get_rank():
                 return BY_NAME.get(kind, LostRank if kind == LostRank.__name__ else FailedElsewhere)(text)
         return None
@@ -148,11 +149,6 @@ class Failures:
 
 _MODELS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 """How many models have stages along a group, by the sizes of their mesh: as many on every rank."""
-
-
-def _store() -> dist.Store:
-    """By which the ranks of the default group have found each other."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def broke_a_connection(error: Exception) -> bool:

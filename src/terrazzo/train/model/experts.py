@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrazzo.engine import engine_of, inside_backward
+from terrazzo.engine.runtime.private_torch import uncompiled_once_called
 from terrazzo.errors import BadInput
 from terrazzo.parallel import Experts, RowOrder
 from terrazzo.train.model.expert_load import ExpertLoad, counters_of, load_of
@@ -221,8 +222,7 @@ def grouped(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     return product
 
 
-# Compiled, it would be a graph for each number of rows; torch.compiler.disable would load the compiler at import.
-@torch._disable_dynamo
+@uncompiled_once_called  # it would be a graph for each number of rows
 def _one_by_one(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     pairs = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
     return torch.cat([F.linear(own, matrix) for own, matrix in pairs])
