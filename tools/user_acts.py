@@ -119,7 +119,7 @@ ACTS: Mapping[str, Act] = {
         note="On every rank: else the next backward raises `RanksApart`.",
     ),
     "change-grad": Act(
-        "p.grad.mul_(0.5), p.grad.zero_()",
+        "p.grad.mul_(0.5), p.grad.sign_(), p.grad.zero_()",
         *("d", "d", "interception/gradients/gradient_stand_in"),
         note="Finished ones, and on every rank: else the next backward raises `RanksApart`.",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -183,6 +184,34 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(plan: str, blast: float) 
         assert_equal(skipped, before)
         assert not torch.equal(after["head.weight"], before["head.weight"])
         assert all(bool(torch.isfinite(value).all()) for value in after.values())
+
+
+HIDE: dict[str, Callable[[Tensor], object]] = {
+    "clamp": lambda grad: grad.clamp_(-1.0, 1.0),
+    "sign": lambda grad: grad.sign_(),
+    "nan_to_num": lambda grad: grad.nan_to_num_(nan=0.0, posinf=1.0, neginf=-1.0),
+}
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero3@cpu"])
+@pytest.mark.parametrize("hide", HIDE)
+def test_what_is_done_to_gradients_hides_no_overflow(hide: str, plan: str) -> None:
+    """As with torch's GradScaler, which looks for one before users change gradients."""
+
+    def body(rank: int) -> list[int]:
+        model, optimizer = sharded(Net(), plan, 2, precision=fp16(init=1024.0))
+        bias, skipped = model.head.bias, list[int]()
+        for step in range(3):
+            hook = bias.register_hook(lambda grad: torch.full_like(grad, math.inf) if len(skipped) == 1 else grad)
+            loss_of(model, batch(step, rank)).backward()
+            hook.remove()
+            HIDE[hide](bias.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(optimizer.skipped_steps)
+        return skipped
+
+    assert on_ranks(2, body) == [[0, 1, 1]] * 2
 
 
 def test_a_skipped_step_leaves_the_optimizers_state_alone() -> None:

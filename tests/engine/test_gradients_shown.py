@@ -172,6 +172,19 @@ def test_a_submodules_zero_grad_forgets_its_part_alone() -> None:
     follows_one_process(Net(), loop, "zero2")
 
 
+@pytest.mark.parametrize("plan", ["zero1", "zero3", "zero3@cpu"])
+def test_signs_and_numbers_in_place_of_what_is_not_finite(plan: str) -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        for number in range(3):
+            loss_of(model, data(number)).backward()
+            model.blocks[0].up.weight.grad.sign_()
+            model.blocks[1].up.weight.grad.div_(0).nan_to_num_(nan=0.5, posinf=2.0, neginf=-1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    follows_one_process(Net(), loop, plan)
+
+
 def test_changes_by_the_names_of_torchs_arguments() -> None:
     def body(rank: int) -> None:
         model, _ = sharded(Net(), "zero2")

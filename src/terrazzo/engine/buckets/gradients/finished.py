@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -33,6 +34,7 @@ class FinishedGradient:
         self.space, self._spec, self._counted = space, spec, counted
         self.sum: SummedGradient | None = None
         self.changes = 0
+        self._finite_before: list[Tensor] = []  # of parts that have been changed since
 
     def build(self, store: StateStore) -> None:
         """Allocate what lies elsewhere than on the device."""
@@ -122,12 +124,19 @@ class FinishedGradient:
             return data if finished.factor is None else finished.scaled(data.clone())
 
     def is_finite(self) -> Tensor | None:
-        """Whether every element is finite: a 0-d bool tensor where the gradient rests; None where there is none."""
+        """Whether every element is finite, and was where `note_finite` was called: a 0-d bool tensor where the
+        gradient rests; None where there is none.
+        """
         if self.sum is None:
             return None
         resting = self.sum.wait()
         with resting.opened(resting.range) as data:
-            return torch.isfinite(data).all()
+            return functools.reduce(torch.Tensor.logical_and, self._finite_before, torch.isfinite(data).all())
+
+    def note_finite(self, index: int) -> None:
+        """One parameter's gradient is about to be changed in a way that may hide an overflow of fp16."""
+        if self._spec.precision.loss_scaling is not None and (own := self.read(index)) is not None:
+            self._finite_before.append(torch.isfinite(own).all())
 
     def change(self, index: int, change: Callable[[Tensor], object]) -> None:
         """Change this rank's elements of one parameter's finished gradient in memory."""
@@ -144,10 +153,12 @@ class FinishedGradient:
         """Forget the gradient."""
         self.changes += 1
         self.sum = None
+        self._finite_before.clear()
 
     def zero(self) -> None:
         """Set the gradient to zero; an optimizer still steps on it."""
         self.changes += 1
+        self._finite_before.clear()
         if self.sum is not None:
             self.sum.factor = None  # it would meet the next gradient, and 0 times NaN is NaN
             self.sum.change(Tensor.zero_)

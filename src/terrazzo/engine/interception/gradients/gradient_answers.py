@@ -83,17 +83,26 @@ class GradientAnswers:
         return dict(zip(self.keys, total.to(norm_dtype(engine.sharding)).unbind(), strict=True))
 
     def change(
-        self, key: GradientKey, what: str, change: Callable[[Tensor], Any], numbers: Sequence[Tensor] = ()
+        self,
+        key: GradientKey,
+        what: str,
+        change: Callable[[Tensor], Any],
+        numbers: Sequence[Tensor] = (),
+        *,
+        hides_overflow: bool = False,
     ) -> None:
         """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank.
 
         Args:
             numbers: that it is done with, as far as they are in a device's memory.
+            hides_overflow: whether what is not finite may be so after it: a step of fp16 is skipped all the same.
         """
         bucket, index = key
         name = bucket.members[index].name
         self.prepare_change(name)
         self._engine.progress.note(f"{name}.grad.{what}", self._noted(numbers) if numbers else None)
+        if hides_overflow:
+            bucket.gradient.finished.note_finite(index)
         bucket.gradient.finished.change(index, change)
 
     def _noted(self, numbers: Sequence[Tensor]) -> NotedNumbers:

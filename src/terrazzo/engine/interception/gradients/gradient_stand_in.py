@@ -1,10 +1,11 @@
-"""What stands in for a gradient that lies in flat memory on several ranks: to be measured, scaled, clamped and zeroed.
+"""What stands in for a gradient that lies in flat memory on several ranks: to be measured, and to be changed.
 
 Measuring is collective; elements cannot be read.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
@@ -53,7 +54,7 @@ class GradientStandIn(Placeholder):
         return (
             f"{self.terrazzo_note.name!r}, a gradient of a sharded model, whose elements are not all on this rank. "
             "It can be measured as a whole (norm, sum, abs().max(), isfinite().all() and the like), multiplied, "
-            "divided, clamped, zeroed and set to None. Clip with "
+            "divided, clamped, zeroed and set to None, and sign_() and nan_to_num_() change it. Clip with "
             "tz.clip_grad_norm_(model, max_norm); fp16 is precision='fp16', without a GradScaler."
         )
 
@@ -94,10 +95,9 @@ def _norm(grad: GradientStandIn, kind: Any = "fro", dim: Any = None, keepdim: bo
     return norm if dtype is None else norm.to(dtype)
 
 
-def _changed(
-    grad: GradientStandIn, name: str, change: Callable[..., Tensor], *numbers: Any, **named: Any
-) -> GradientStandIn:
-    """`grad`, changed by torch's method of that name, `change`, with these numbers."""
+def _change(name: str, grad: GradientStandIn, *numbers: Any, **named: Any) -> GradientStandIn:
+    """`grad`, changed by torch's method of that name with these numbers."""
+    change: Callable[..., Tensor] = getattr(Tensor, name)
     _check_numbers(*numbers, *named.values())
     answers, key = _answers_for(grad)
     there = [each for each in (*numbers, *named.values()) if torch.is_tensor(each) and is_cuda(each.device)]
@@ -106,20 +106,14 @@ def _changed(
         moved = {name: _on_device_of(data, number) for name, number in named.items()}
         return change(data, *(_on_device_of(data, number) for number in numbers), **moved)
 
-    answers.change(key, f"{name}({arguments_text(numbers, named)})", change_here, there)
+    answers.change(key, f"{name}({arguments_text(numbers, named)})", change_here, there, hides_overflow=name in _HIDING)
     return grad
 
 
-def _scale(grad: GradientStandIn, other: Any) -> GradientStandIn:
-    return _changed(grad, "mul_", Tensor.mul_, other)
-
-
-def _divide(grad: GradientStandIn, other: Any, **named: Any) -> GradientStandIn:
-    return _changed(grad, "div_", Tensor.div_, other, **named)
-
-
-def _clamp(grad: GradientStandIn, *bounds: Any, **named: Any) -> GradientStandIn:
-    return _changed(grad, "clamp_", Tensor.clamp_, *bounds, **named)
+_HIDING = ("clamp_", "sign_", "nan_to_num_")
+"""Methods after which what was not finite may be."""
+_CHANGES = {name: functools.partial(_change, name) for name in ("mul_", "div_", *_HIDING)}
+"""Methods that change each element by itself, with numbers that all ranks have."""
 
 
 def _zero(grad: GradientStandIn) -> GradientStandIn:
@@ -134,9 +128,9 @@ def _same(grad: GradientStandIn, *rest: Any) -> GradientStandIn:
 
 _ACTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.linalg.vector_norm, torch.norm, Tensor.norm), _norm),
-    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), _scale),
-    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), _divide),
-    Tensor.clamp_: _clamp,
+    **{getattr(Tensor, name): change for name, change in _CHANGES.items()},
+    Tensor.__imul__: _CHANGES["mul_"],
+    Tensor.__itruediv__: _CHANGES["div_"],
     Tensor.zero_: _zero,
     **dict.fromkeys((Tensor.data.__get__, Tensor.detach, Tensor.detach_), _same),  # type: ignore[attr-defined]
 }
@@ -151,9 +145,9 @@ def _for_each(action: Callable[..., Any], grads: Sequence[GradientStandIn], *res
 
 _FOR_EACH: dict[Any, Callable[..., Any]] = {
     FOREACH["norm"]: _norm,
-    FOREACH["mul_"]: _scale,
-    FOREACH["div_"]: _divide,
+    FOREACH["mul_"]: _CHANGES["mul_"],
+    FOREACH["div_"]: _CHANGES["div_"],
     FOREACH["zero_"]: _zero,
-    FOREACH["clamp_min_"]: _clamp,
-    FOREACH["clamp_max_"]: lambda grad, high: _clamp(grad, None, high),
+    FOREACH["clamp_min_"]: _CHANGES["clamp_"],
+    FOREACH["clamp_max_"]: lambda grad, high: _CHANGES["clamp_"](grad, None, high),
 }
