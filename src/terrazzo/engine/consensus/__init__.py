@@ -19,8 +19,9 @@ Each rank keeps its own part of all states, so one that has done something else 
 Plans that keep weights whole have no meeting at the end of a forward, nor of a backward that sums nothing over ranks.
 What differs is named on every rank.
 
-    joint_checks      checks that all ranks pass, or all raise
+    number_rows       lists of numbers, as many as each rank has
     first_difference  where facts that ranks have compared first differ
+    joint_checks      checks that all ranks pass, or all raise
     digest            a hash that ranks compare in the place of a tensor
     equal_values      tensors that differ take the first rank's values
     written_weights   what users have written into weights: compared, or taken from the first rank
@@ -28,5 +29,7 @@ What differs is named on every rank.
     agreement         what they agree on there: the program of the next steps, and which gradients there are
     row_exchanges     where they meet besides: before modules that exchange rows, such as experts
 
-Read them in that order. Numbers are exchanged by `Axes.differing`, `.maximum` and `.rows` of `mesh`.
+Read them in that order. The first three are of what ranks are told, `digest` to `written_weights` of values that they
+hold, and the others of passes that they run. Numbers are exchanged by `Axes.differing`, `.anywhere`, `.maximum` and
+`.rows` of `mesh`.
 """

@@ -11,17 +11,16 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, islice
 from typing import Protocol
 
-import torch
 from torch import nn
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.consensus.number_rows import number_rows
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, meet
 from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.progress.training_progress import Progress
-from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.schedule.visits import Event, Visit, merge
@@ -57,18 +56,12 @@ class Agreement:
         """Compare what the ranks ran, and make it the program; see `Order`."""
         program, axes = self._schedule.program, self._axes
         numbers = _encoded(program.visits, program.recomputed)
-        rows = self._rows(numbers) if axes.differing({"program": numbers}, axes.within_stage) else [numbers]
+        alike = not axes.differing({"program": numbers}, axes.within_stage)
+        rows = [numbers] if alike else number_rows(axes, numbers, axes.within_stage)
         ranks = [_decoded(row) for row in rows]
         for _, recomputed in ranks:
             program.join(recomputed)
         program.follow(merge([visits for visits, _ in ranks]))
-
-    def _rows(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of every rank, none of which is negative."""
-        axes = self._axes
-        longest = int(axes.maximum(torch.tensor([len(numbers)], device=HOST), axes.within_stage).item())
-        own = torch.tensor([*numbers, *[-1] * (longest - len(numbers))], dtype=torch.int64, device=HOST)
-        return [[number for number in row if number >= 0] for row in axes.rows(own, axes.within_stage).tolist()]
 
     def agree_on_gradients(self, backward: BackwardPass) -> None:
         """Agree on gradients, once a backward has run its program to the end.

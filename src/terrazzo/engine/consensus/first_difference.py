@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrazzo.engine.consensus.number_rows import number_rows
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.messages import listed, shortened
@@ -29,11 +30,7 @@ def first_difference(axes: Axes, facts: Mapping[str, object], along: Iterable[st
     along = tuple(along)
     leaves = dict(_leaves("", facts))
     own = [number for path, value in leaves.items() for number in (_hash(path), _hash(value))]
-    longest = int(axes.maximum(torch.tensor([len(own)], device=HOST), along).item())
-    padded = torch.tensor([*own, *[0] * (longest - len(own))], dtype=torch.int64, device=HOST)
-    ranks = [dict(zip(row[::2], row[1::2], strict=True)) for row in axes.rows(padded, along).tolist()]
-    for values in ranks:
-        values.pop(0, None)
+    ranks = [dict(zip(row[::2], row[1::2], strict=True)) for row in number_rows(axes, own, along)]
     paths = dict.fromkeys(path for values in ranks for path in values)
     first = next((path for path in paths if len({values.get(path) for values in ranks}) > 1), None)
     if first is None:
@@ -75,5 +72,4 @@ def _leaves(path: str, fact: object) -> Iterator[tuple[str, str]]:
 
 
 def _hash(text: str) -> int:
-    """Never 0, which fills rows up."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) + 1
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])

@@ -86,13 +86,13 @@ def check_alike(
     """
     along = tuple(along)
     differing = axes.differing(facts, along)
-    apart = torch.tensor([len(differing)], device=HOST)
+    apart = bool(differing)
     if axes.live(axes.stage_axis):  # else all have been compared
-        axes.maximum(apart, axes.whole_mesh)
+        apart = axes.anywhere(apart, axes.whole_mesh)
     if differing:
         where = [first_difference(axes, {key: facts[key]}, along) for key in differing[:3]]
         raise BadInput(f"The ranks were told different things about: {', '.join(differing)}. {', '.join(where)}. {fix}")
-    if apart.item():
+    if apart:
         raise BadInput(
             f"Ranks with another stage of the model were told different things: their message says what. {fix}"
         )

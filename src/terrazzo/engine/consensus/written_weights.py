@@ -14,7 +14,6 @@ from terrazzo.engine.comm.tags import WRITTEN_WEIGHTS
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.layout import Slot
-from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
 from terrazzo.messages import listed
 
@@ -43,7 +42,7 @@ def compare_written(axes: Axes, buckets: Sequence[Bucket], replica_axis: Sequenc
         first = _of_first_tied(axes, bucket)
         slots = [] if first is None else [slot for slot in bucket.slots if _differ(bucket, slot, first)]
         differing += [slot.name for slot in slots]
-    if axes.maximum(torch.tensor([len(differing)], device=HOST), everyone).item():
+    if axes.anywhere(bool(differing), everyone):
         raise RanksApart(
             "The ranks have not written the same inside 'with tz.gathered(model, write=True)': they differ in "
             f"{listed([*map(repr, differing)]) or 'what other ranks hold'}. Each rank keeps its own part of what it "

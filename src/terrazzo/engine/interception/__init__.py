@@ -28,6 +28,7 @@ Nothing is replaced on a user's class, nor in torch. Two objects that users reac
     gradients              what stands in `parameter.grad`, and what it answers
     forward_methods        other methods that run as a forward does
     unattached_optimizers  steps of an optimizer that is not attached
+    torch_wrappers         torch's own data parallelism, refused
 
 Read them in that order.
 

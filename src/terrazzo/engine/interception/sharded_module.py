@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.interception.collective_calls import on_every_rank
 from terrazzo.engine.interception.load_hooks import check_loading, hooked_after, hooked_before, own_method
+from terrazzo.engine.interception.torch_wrappers import refuse_class
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.model.torch_wrappers import refuse_class
 from terrazzo.engine.model.training_calls import accumulate
 from terrazzo.engine.states.buffers_and_extra_state import (
     PersistentBuffer,

@@ -196,6 +196,10 @@ class Axes:
             value = reduce(along.gather_rows(value), dim=0)
         return value
 
+    def anywhere(self, flag: bool, axes: Iterable[str]) -> bool:
+        """Whether `flag` is set on any rank of the axes; blocks."""
+        return bool(self.maximum(torch.tensor([int(flag)], device=devices.HOST), axes).item())
+
     def differing(self, facts: Mapping[str, object], axes: Iterable[str]) -> list[str]:
         """Names of the facts that are not the same on all ranks of the axes; blocks.
 

@@ -23,7 +23,6 @@
     ema               the average as a training loop has it
     training_calls    tz.accumulate, tz.clip_grad_norm_, tz.gathered: what they are given, and its checks
     unused_gradients  backwards that no step uses
-    torch_wrappers    torch's own data parallelism, refused
 
 Read them in that order.
 """

@@ -188,7 +188,7 @@ class Rounds:
             with bucket.outer[0].opened(bucket.outer[0].range) as noted:
                 checksum = checksum * 31 + digest(noted).to(HOST)
         apart = self._axes.differing({"weights": checksum}, self._axes.replica_axis)
-        if self._axes.maximum(torch.tensor([len(apart)], device=HOST), self._axes.within_replica).item():
+        if self._axes.anywhere(bool(apart), self._axes.within_replica):
             raise RanksApart(
                 f"The replicas (dp_replicate) begin round {self.number + 1} with other weights than each other, and "
                 "its outer step would mix them. Load the same checkpoint on all of them; what is written into weights "

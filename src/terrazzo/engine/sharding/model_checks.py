@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.parameters.note import note_of
+from terrazzo.engine.interception.torch_wrappers import check_unwrapped
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import is_sharded
-from terrazzo.engine.model.torch_wrappers import check_unwrapped
 from terrazzo.engine.plan.precision import MOMENTS_NAMES, Precision
 from terrazzo.engine.states.model_state import is_dtensor
 from terrazzo.errors import BadInput, Misuse

@@ -19,7 +19,6 @@ from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.box import record_of
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.compiled import compilation_of
-from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, waits_for_root
 from terrazzo.messages import listed
@@ -128,7 +127,7 @@ def check_parts(members: Sequence[Member], axes: Axes) -> None:
             numels = axes.total(torch.tensor([m.parameter.numel() for m in cut], device=axes.device), along).tolist()
             halves = zip(cut, numels, strict=True)
             wrong += [member.name for member, numel in halves if numel != torch.Size(member.shape).numel()]
-    if axes.maximum(torch.tensor([len(wrong)], device=HOST), axes.whole_mesh).item():
+    if axes.anywhere(bool(wrong), axes.whole_mesh):
         raise BadInput(
             f"{listed(wrong) or 'Parameters of other ranks'}: the ranks along which they are cut do not have the whole "
             "of it between them. Pass tz.shard the mesh that tz.parallelize was given, and leave parameters "

@@ -225,7 +225,7 @@ class ModelState:
             driver.off_device.restored("weights")
         engine.blocks.show_changed()
         differing = engine.axes.differing(hashes, engine.axes.same_stage)
-        if engine.axes.maximum(torch.tensor([len(differing)], device=HOST), engine.axes.whole_mesh).item():
+        if engine.axes.anywhere(bool(differing), engine.axes.whole_mesh):
             raise RanksApart(
                 "load_state_dict: the ranks were given other values of "
                 f"{listed([*map(repr, differing)]) or 'what other stages have'}, and each has kept its own part. "
