@@ -212,6 +212,20 @@ def test_a_loss_that_the_writer_hides_is_found_by_reading_back() -> None:
     assert "Careless has 0.05 for optimizer.lr, not 0.1" in verdict.why
 
 
+def test_what_the_target_no_longer_says_is_a_loss_unless_the_writer_says_why_not() -> None:
+    def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
+        draft = Draft(description, "Careless", "careless")
+        draft.implied("optimizer.lr")
+        draft.implied("optimizer.weight_decay", "the rate decays so")
+        draft.implied("training.loss_mean")
+        return draft.finish()
+
+    document = {"optimizer": {"lr": 0.1, "weight_decay": 0.2}}
+    gone, told = converted(document, OURS, replace(CARELESS, write=write)).verdicts
+    assert (gone.kind, gone.why) == ("lossy", "Careless as written says nothing of optimizer.lr = 0.1")
+    assert (told.kind, told.why) == ("applied", "the rate decays so")
+
+
 def test_what_the_target_refuses_to_read_back_is_refused() -> None:
     document = {"optimizer": {"name": "AdEMAMix"}, "train": {"clip": 0.5}}
     conversion = converted(document, OURS, dialect("deepspeed"))
@@ -230,7 +244,7 @@ def test_reasons_of_one_key_say_which_setting_they_are_of() -> None:
         draft = Draft(description, "Toy", "toy")
         draft.lossy("sharding.weight", "it is whole")
         draft.lossy("sharding.grad", "it is on one rank")
-        draft.implied(["sharding.between", "sharding.optim"])
+        draft.implied(["sharding.between", "sharding.optim"], "as here")
         return draft.finish()
 
     (verdict,) = converted({"plan": "zero3"}, OURS, replace(CARELESS, write=write)).verdicts

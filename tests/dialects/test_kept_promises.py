@@ -129,3 +129,24 @@ def test_what_the_source_says_in_other_words_is_not_the_targets_choice() -> None
     conversion = converted("megatron", "torchtitan", source, world=8)
     assert conversion.after.value("schedule.warmup_steps") == 10
     assert "schedule.warmup_steps" not in {each.key for each in conversion.added}
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("linears", "fp8-rowwise"), ("gather", "int8"), ("quantized_reduce", "int8"), ("rounding", "stochastic")],
+)
+def test_no_word_of_lightnings_stands_for_codes(strategy: str, key: str, value: str) -> None:
+    name = "bf16-pure" if key == "rounding" else "bf16"
+    document = {"plan": strategy, "precision": {"name": name, key: value}, "train": {"clip": None}}
+    verdicts = {verdict.key: verdict for verdict in converted("terrazzo", "lightning", document).verdicts}
+    lost = verdicts[f"precision.{key}"]
+    assert lost.kind == "lossy" and f"precision.{key} = {value}" in lost.why
+
+
+def test_accelerates_fp8_is_lost_in_lightning_by_name() -> None:
+    document = {"distributed_type": "MULTI_GPU", "mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}
+    (verdict,) = (
+        each for each in converted("accelerate", "lightning", document).verdicts if each.key == "mixed_precision"
+    )
+    assert verdict.kind == "lossy" and "precision.linears" in verdict.why

@@ -80,7 +80,11 @@ class Draft:
             self.put(path, key, list(value) if isinstance(value, tuple) else value)
 
     def implied(self, paths: str | Iterable[str], why: str = "", key: str = "") -> None:
-        """The target does so without a key, or by `key`, already written."""
+        """The target does so without a key, or by `key`, already written.
+
+        Args:
+            why: how, where the document read back does not say the setting's value: without it that is a loss.
+        """
         self._mark(paths, "applied", key, why)
 
     def does(self, path: str, value: Any) -> None:

@@ -117,20 +117,30 @@ class _Fates:
     def _read_back(self, verdict: KeyVerdict) -> KeyVerdict:
         """The writer's verdict; refused where the target refuses the key that was written.
 
-        It is lossy where the document read back says otherwise, and the writer did not say why.
+        It is lossy where the document read back says otherwise, or nothing, and the writer did not say why.
         """
         for target in keys_in(verdict.target) if verdict.kind != "refused" else ():
             for key, reason in self.unreadable.items():
                 if key == target or key.startswith(f"{target}."):
                     return KeyVerdict(verdict.key, verdict.value, "refused", "", reason)
-        if verdict.kind in ("lossy", "refused") or verdict.why or agree_on(verdict.key, self.before, self.after):
+        if verdict.kind in ("lossy", "refused") or verdict.why:
             return verdict
-        now, title = as_text(self.after.value(verdict.key)), self.target.title
-        if verdict.value is None:
-            why = f"{verdict.key} is open here, and {title} takes {now}"
+        path, now, title = verdict.key, as_text(self.after.value(verdict.key)), self.target.title
+        if self._is_gone(path):
+            why = f"{title} as written says nothing of {path} = {as_text(verdict.value)}"
+        elif agree_on(path, self.before, self.after):
+            return verdict
+        elif verdict.value is None:
+            why = f"{path} is open here, and {title} takes {now}"
         else:
-            why = f"{title} has {now} for {verdict.key}, not {as_text(verdict.value)}"
+            why = f"{title} has {now} for {path}, not {as_text(verdict.value)}"
         return KeyVerdict(verdict.key, verdict.value, "lossy", verdict.target, why)
+
+    def _is_gone(self, path: str) -> bool:
+        """Whether a setting that asks for something is not in the document read back, nor follows from others."""
+        was = self.before[path]
+        asks = not asks_for_nothing(path, was.value) and not has_no_effect(self.before, path)
+        return asks and was.origin != "derived" and not self.after[path].is_set
 
     def _blame(self, fault: Finding) -> None:
         """Have the settings that wrote a key say why the target refuses it, beside other keys."""

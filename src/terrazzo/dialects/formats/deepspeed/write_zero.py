@@ -9,6 +9,7 @@ from terrazzo.dialects.core.mesh import TWO_AXES
 from terrazzo.dialects.formats.deepspeed.deepspeed_draft import DeepSpeedDraft
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED
 from terrazzo.dialects.formats.shared.deepspeed_words import STAGES, WHOLE_BETWEEN_STEPS, write_grad
+from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
 from terrazzo.dialects.formats.shared.tiers import ON_CPU, tier_and_share
 
 __all__ = ["write_mesh", "write_offload", "write_prefetch", "write_saving", "write_sharding"]
@@ -61,7 +62,7 @@ def _group(draft: DeepSpeedDraft, key: str) -> None:
 
 def write_mesh(draft: DeepSpeedDraft, stage: int) -> None:
     """Write degrees. Data parallelism is what the launcher starts."""
-    draft.implied("mesh.world", "said to the launcher: deepspeed --num_gpus N, or torchrun --nproc-per-node N")
+    leave_to_launcher(draft, "deepspeed --num_gpus N, or ")
     if not draft.has(f"{ZERO}.zero_hpz_partition_size") and not draft.has(MICS):
         draft.implied(["mesh.dp_shard", "mesh.dp_replicate"], "all ranks that the launcher starts")
     degrees = {axis: draft.value(f"mesh.{axis}", 1) for axis in MODEL_AXES}
@@ -103,7 +104,7 @@ def _sequence(draft: DeepSpeedDraft) -> None:
     if draft.value("parallel.sequence"):
         draft.lossy("parallel.sequence", "its tensor parallel ranks keep whole sequences: more memory")
     else:
-        draft.implied("parallel.sequence")
+        draft.implied("parallel.sequence", "its tensor parallel ranks keep whole sequences")
 
 
 # -- offload -------------------------------------------------------------------------------------------------------

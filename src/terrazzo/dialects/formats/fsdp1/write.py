@@ -8,6 +8,7 @@ from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.fsdp1.keys import KEYS
 from terrazzo.dialects.formats.shared.fsdp_policy import FSDP1_POLICY, write_policy
 from terrazzo.dialects.formats.shared.fsdp_words import ROW_NAMES, leave_to_loop, write_offload, write_wrap_policy
+from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, shard_ranks
 
 __all__ = ["write"]
@@ -20,7 +21,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT, librar
     row, why = choose_row(draft, ROW_NAMES, f"one of {', '.join(ROW_NAMES.values())}")
     if row is not None:
         _write_row(draft, row, why, world)
-    draft.implied("mesh.world")
+    leave_to_launcher(draft)
     write_wrap_policy(draft, "auto_wrap_policy")
     draft.option("units.ignored", "ignored_states")
     write_policy(draft, FSDP1_POLICY)

@@ -11,6 +11,7 @@ from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
 from terrazzo.dialects.formats.fsdp2.keys import MESH_ORDER
 from terrazzo.dialects.formats.fsdp2.read_mesh import product
+from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, shard_ranks
 
 __all__ = ["write_sharding"]
@@ -20,7 +21,7 @@ _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "hpz", "zero0")
 
 def write_sharding(draft: Draft, context: ReadingContext) -> None:
     """Write the row and the axes."""
-    draft.implied("mesh.world")
+    leave_to_launcher(draft)
     row, why = choose_row(draft, _ROWS, "a row that fully_shard has, such as zero3")
     if row == "hpz" and draft.value("mesh.dp_shard") is None:
         row, why = "zero3", "how many ranks keep a second copy is not known (mesh.dp_shard): none is kept"

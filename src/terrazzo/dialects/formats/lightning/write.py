@@ -229,8 +229,10 @@ def _precision(draft: Draft, kind: str) -> None:
         draft.write(f"{_POLICY}.{POLICY[state]}", TORCH_NAMES[setting.value])
     for path, setting in wanted.items():
         does, state = row.get(path), path.partition(".")[2]
-        if does is None or _is_met(path, wanted, row):
-            cast = "" if does is None or does.value == setting.value or not setting.value else _cast(word, does.value)
+        if does is None:  # no word decides it: `finish` says so of what asks for something
+            continue
+        if _is_met(path, wanted, row):
+            cast = "" if does.value == setting.value or not setting.value else _cast(word, does.value)
             key = f"{_POLICY}.{POLICY[state]}" if policy and state in policy else "trainer.precision"
             draft.implied(path, cast, key)
         elif path == "precision.autocast":

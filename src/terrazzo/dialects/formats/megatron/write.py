@@ -148,7 +148,7 @@ def _offload(draft: Draft) -> None:
     if draft.value("offload.step") in ("auto", "synchronous"):
         draft.implied("offload.step", ON_CPU)
     if draft.value("offload.pin"):
-        draft.implied("offload.pin")
+        draft.implied("offload.pin", "its copies on the CPU are pinned by default")
 
 
 _WAYS = ("offload.step", "offload.pin", "offload.threads", "offload.buffers")

@@ -37,7 +37,8 @@ def _weights(draft: Draft, kind: str) -> None:
         path = f"precision.{name}"
         value = draft.value(path, always)
         if value == always or (name == "weight" and kind != "fp32" and value == "fp32"):
-            draft.implied(path, "" if value == always else "beside masters in fp32 it is a copy: the same numbers")
+            same = "they have the dtype of products" if name == "buffers" else ""
+            draft.implied(path, same if value == always else "beside masters in fp32 it is a copy: the same numbers")
         else:
             draft.lossy(path, f"it is {always}")
     if draft.value("precision.autocast"):

@@ -34,7 +34,8 @@ def _batch(draft: Draft, context: ReadingContext) -> None:
     whole, micro, count = (draft.value(f"batch.{name}") for name in ("global_batch", "micro_batch", "accumulation"))
     ranks = ranks_left(draft.description, context.world, SAME_DATA_AXES)
     if whole:
-        draft.put(("batch.global_batch", "batch.accumulation"), "global-batch-size", whole)
+        draft.put("batch.global_batch", "global-batch-size", whole)
+        draft.implied("batch.accumulation", "global batch / (micro-batch × data ranks)", "global-batch-size")
     elif micro and count and count > 1 and ranks:
         draft.put("batch.accumulation", "global-batch-size", micro * count * ranks)
     elif count and count > 1:
@@ -154,7 +155,7 @@ def _loop(draft: Draft) -> None:
     if draft.value("training.device") == "cpu":
         draft.refuse("training.device", "Megatron-LM trains on GPUs: leave it out")
     else:
-        draft.implied("training.device")
+        draft.implied("training.device", "Megatron-LM trains on GPUs")
 
 
 def _loss(draft: Draft) -> None:
@@ -165,6 +166,10 @@ def _loss(draft: Draft) -> None:
         draft.does("training.loss_mean", "micro_batches")
     if word == "go_on" and draft.setting("training.nonfinite").origin == "file":
         draft.put("training.nonfinite", "no-check-for-nan-in-loss-and-grad", True)
+    elif draft.has("fp16") and not draft.has("loss-scale") and word == "skip":
+        draft.implied("training.nonfinite", "as the loss scale shrinks")
+    elif draft.has("fp16") and not draft.has("loss-scale") and word is not None:
+        draft.lossy("training.nonfinite", "under a dynamic loss scale such a step is left out, and training goes on")
     else:
         draft.does("training.nonfinite", "stop")
 

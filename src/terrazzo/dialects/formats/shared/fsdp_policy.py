@@ -101,7 +101,7 @@ def _third(draft: Draft, policy: Policy, master: str) -> None:
     for state, natural in (("buffers", LOADED), ("output", draft.value("precision.compute"))):
         path, value = f"precision.{state}", draft.value(f"precision.{state}", natural)
         if value in (natural, LOADED):
-            draft.implied(path)
+            draft.implied(path, f"{draft.library} leaves it in {natural}" if state == "output" else "")
         elif state == third and value in TORCH_NAMES:
             draft.put(path, key, TORCH_NAMES[value])
         elif state == "buffers" and value == master:

@@ -189,7 +189,8 @@ def _agrees(draft: TerrazzoDraft, whole: int, micro: int | None, count: int | No
         why = f"global_batch {whole} is not micro_batch {micro} × accumulation {count} × {ranks} ranks"
         draft.lossy("batch.accumulation", why)
     else:
-        draft.implied("batch.accumulation", key="batch.global_batch")
+        why = "global batch / (micro-batch × data ranks)"
+        draft.implied("batch.accumulation", why, "batch.global_batch")
 
 
 def _optimizer(draft: TerrazzoDraft) -> None:

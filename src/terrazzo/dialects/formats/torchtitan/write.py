@@ -84,7 +84,7 @@ def _dtypes(draft: Draft) -> None:
         )
     _states(draft, "fp32" if master == LOADED else master)
     if draft.value("precision.output") == draft.value("precision.compute"):
-        draft.implied("precision.output")
+        draft.implied("precision.output", "it is what the model computes in")
     if draft.value("precision.saved") == LOADED:
         draft.lossy("precision.saved", "weights are saved in checkpoint.export_dtype, float32")
         return
@@ -140,7 +140,8 @@ def _batch(draft: Draft, context: ReadingContext) -> None:
     if _is_pipelined(draft):
         _local_batch(draft, context, micro, count)
     elif draft.value("batch.global_batch"):
-        draft.put(("batch.global_batch", "batch.accumulation"), _GLOBAL_BATCH, draft.value("batch.global_batch"))
+        draft.put("batch.global_batch", _GLOBAL_BATCH, draft.value("batch.global_batch"))
+        draft.implied("batch.accumulation", "global batch / (micro-batch × data ranks)", _GLOBAL_BATCH)
     elif micro and count and count > 1 and ranks:
         draft.put("batch.accumulation", _GLOBAL_BATCH, micro * count * ranks)
     elif count and count > 1:
@@ -155,7 +156,7 @@ def _local_batch(draft: Draft, context: ReadingContext, micro: int | None, count
     ranks = ranks_left(draft.description, context.world, TAKEN_AXES)
     total, paths = draft.value("batch.global_batch"), ("batch.accumulation", "batch.global_batch")
     if micro and count:
-        draft.put(paths, LOCAL_BATCH, micro * count)
+        draft.put(paths, LOCAL_BATCH, micro * count, "what one data rank takes in a step")
     elif total and ranks and total % (ranks * (micro or 1)) == 0:
         draft.put(paths, LOCAL_BATCH, total // ranks)
     elif total and ranks:
@@ -226,7 +227,7 @@ def _warmup(draft: Draft) -> None:
         draft.value("schedule.total_steps"),
     )
     if share and total:
-        draft.put("schedule.warmup_fraction", key, round(share * total))
+        draft.put("schedule.warmup_fraction", key, round(share * total), "in steps")
     elif share:
         draft.lossy("schedule.warmup_fraction", "the length of the run is not known: set lr_scheduler.warmup_steps")
     if not share:

@@ -7,6 +7,7 @@ from terrazzo.dialects.core.description import DATA_AXIS_PATHS, SHARDING_PATHS
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left
+from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row
 from terrazzo.dialects.formats.torchtitan.keys import DEGREES, PIPELINE, SCHEDULES, STAGE_LAYERS
 
@@ -35,7 +36,7 @@ def write_plan(draft: Draft, context: ReadingContext) -> None:
     _pipeline(draft, context)
     if draft.value("mesh.sp", 1) != 1:
         draft.refuse("mesh.sp", "torchtitan has no Ulysses attention: use context parallelism (mesh.cp)")
-    draft.implied("mesh.world")
+    leave_to_launcher(draft)
     row, why = choose_row(draft, _ROWS, "zero3, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or zero0")
     if draft.value("mesh.pp", 1) != 1:
         draft.write("training.disable_cuda_graphs", True)  # on by default, and refused of a pipeline

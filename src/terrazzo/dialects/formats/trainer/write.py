@@ -15,6 +15,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.nested import DEEPSPEED, joined
 from terrazzo.dialects.formats.shared.fsdp_words import wants_deepspeed
+from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
 from terrazzo.dialects.formats.trainer.keys import KEYS, MATCHED
 from terrazzo.dialects.formats.trainer.write_loop import write_loop
 from terrazzo.dialects.formats.trainer.write_parallel import write_ddp, write_fsdp, write_precision
@@ -26,7 +27,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     """The document."""
     draft = Draft(description, "TrainingArguments", KEYS)
     write_loop(draft)
-    draft.implied("mesh.world")
+    leave_to_launcher(draft)
     if wants_deepspeed(description):
         return _with_deepspeed(draft, context)
     deferred = draft.value("batch.accumulation", 1) > 1

@@ -174,4 +174,4 @@ def _switches(draft: Draft) -> None:
     if draft.value("training.device") == "cpu":
         draft.put("training.device", "use_cpu", True)
     else:
-        draft.implied("training.device")
+        draft.implied("training.device", "a GPU where there is one")

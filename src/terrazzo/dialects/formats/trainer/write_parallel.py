@@ -25,7 +25,10 @@ def write_ddp(draft: Draft) -> None:
         draft.implied([path for path in PATHS if path.startswith("offload.")])
     _axes(draft, {})
     _checkpointing(draft, "activation_checkpointing")
-    draft.implied(("loading.low_memory", "loading.broadcast", "saving.export"))
+    if draft.value("loading.low_memory"):
+        draft.lossy("loading.low_memory", "under DDP every rank loads the whole model")
+    draft.implied("loading.broadcast", "every rank loads the same weights")
+    draft.implied("saving.export")
     whole = "" if draft.value("saving.state", "full") == "full" else "every rank has the whole state, and saves so"
     draft.implied("saving.state", whole)
 
