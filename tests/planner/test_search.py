@@ -129,6 +129,29 @@ def test_the_best_is_the_best_of_everything(model: str, gpus: int, options: dict
     assert rate(found.best) >= (1 - NOISE) * fastest  # the simplest of what is as fast
 
 
+@pytest.mark.parametrize(
+    ("model", "gpus", "options"),
+    [
+        ("llama3.2-1b", 8, {"tp": 2, "sequence": 512, "global_batch": 512}),  # room for many short sequences
+        ("llama3-70b", 64, {"gpu": "a100", "tp": 8, "global_batch": 256}),  # recomputing makes room for larger products
+        ("mixtral-8x7b", 64, {"ep": 8, "global_batch": 512}),
+        pytest.param("llama3-70b", 128, {"gpu": "a100", "tp": 8, "pp": 4, "global_batch": 512}, marks=pytest.mark.long),
+        pytest.param("llama3.2-1b", 8, {"tp": 2, "parallel": True, "sequence": 512, "global_batch": 512},
+                     marks=pytest.mark.long),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_no_search_that_leaves_less_open_finds_what_is_faster(model: str, gpus: int, options: dict[str, Any]) -> None:
+    asked = request(model, gpus, **options)
+    best = search(asked).best
+    assert best is not None and best.memory.fits_surely
+    named = [replace(asked, checkpointing=mode) for mode in TRIED_MODES]
+    named += [replace(asked, micro_batch=size) for size in TRIED_SIZES]
+    ranked = [answer for each in named for answer in search(each).ranked]
+    sure = [answer for answer in ranked if answer.memory.fits_surely and answer.runs_now >= best.runs_now]
+    assert rate(best) >= (1 - NOISE) * max(map(rate, sure))
+
+
 def test_what_is_ranked_fits_and_sure_things_come_first_then_the_fastest() -> None:
     found = search(request("llama3-70b", 64))
     assert found.ranked

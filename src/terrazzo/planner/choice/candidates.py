@@ -21,7 +21,6 @@ from terrazzo.planner.setup.setup import Setup
 __all__ = [
     "TRIED_SIZES",
     "meshes",
-    "model_parallel",
     "modes_and_sizes",
     "offloaded_strategies",
     "strategies",
@@ -37,8 +36,7 @@ ranks, so that more stages serve better than groups."""
 
 OFFLOADED = ("zero2@cpu", "zero3@cpu", "zero3@cpu-all", "zero3@nvme", "zero3@nvme-all")
 TRIED_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Sequences per micro-batch that are tried, as far as they fit. Beside model parallelism, which has other ways to fill
-a device, the first three are enough."""
+"""Sequences per micro-batch that are tried, as far as they fit."""
 
 LONG_SEQUENCE = 16_384
 """Tokens from which on context parallelism is tried."""
@@ -111,7 +109,7 @@ def strategies(request: Request) -> tuple[Plan, ...]:
         return (request.plan,)
     if (request.pp or 1) > 1:
         return _different(request, IN_STAGES)
-    return _different(request, BESIDE_MODEL_PARALLEL if model_parallel(request) else ROWS)
+    return _different(request, BESIDE_MODEL_PARALLEL if _model_parallel(request) else ROWS)
 
 
 def offloaded_strategies(request: Request) -> tuple[Plan, ...]:
@@ -130,7 +128,7 @@ def _different(request: Request, names: Sequence[str]) -> tuple[Plan, ...]:
     return tuple({tuple(plan.over(()).places().values()): plan for plan in reversed(named)}.values())[::-1]
 
 
-def model_parallel(request: Request) -> bool:
+def _model_parallel(request: Request) -> bool:
     """Whether its mesh has more than data axes."""
     return any((getattr(request, axis) or 1) > 1 for axis in ("tp", "pp", "cp", "ep"))
 
@@ -147,8 +145,7 @@ def modes_and_sizes(request: Request) -> ModesAndSizes:
     modes = (request.checkpointing,) if request.checkpointing else TRIED_MODES
     if request.micro_batch:
         return ModesAndSizes(modes, (request.micro_batch,))
-    sizes = TRIED_SIZES[:3] if model_parallel(request) else TRIED_SIZES
-    return ModesAndSizes(modes, tuple(size for size in sizes if _rows_of_a_rank(request) % size == 0))
+    return ModesAndSizes(modes, tuple(size for size in TRIED_SIZES if _rows_of_a_rank(request) % size == 0))
 
 
 def _rows_of_a_rank(request: Request) -> int:

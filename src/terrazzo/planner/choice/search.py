@@ -11,7 +11,6 @@ from terrazzo.messages import GIB
 from terrazzo.planner.assemble import assemble, memory_under
 from terrazzo.planner.choice.candidates import (
     meshes,
-    model_parallel,
     modes_and_sizes,
     offloaded_strategies,
     strategies,
@@ -130,10 +129,7 @@ class _Tried:
         largest = 0
         for mode in modes:
             useful = tuple(size for size in sizes if size == sizes[0] or size > largest)
-            before = len(self.fitting)
             largest = max(largest, self._grow(replace(choice, checkpointing=mode), useful))
-            if model_parallel(choice) and any(each.memory.fits_surely for each in self.fitting[before:]):
-                return None  # recomputing more makes room that more ranks have made already
         return None
 
     def _vary(self, fitting: Sequence[Estimate]) -> None:
