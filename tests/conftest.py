@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import workers
+from tests.helpers import rewritten, workers
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -15,7 +16,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes() -> None:
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    rewritten.make_ahead(config, Path(__file__).parent)
     workers.fork()
 
 

@@ -25,7 +25,7 @@ from tests.helpers import processes, programs, suite
 from tests.helpers.cover import cover, in_turns, places, turn_of
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool, RankFailed, run_in_processes
-from tests.helpers.rewritten import make_a_part
+from tests.helpers.rewritten import make_a_part, make_ahead
 from tests.helpers.threaded import ThreadedCollectives
 from tests.helpers.threads import RanksStuck, exclusive, run_in_threads
 
@@ -286,6 +286,25 @@ def test_workers_rewrite_a_part_of_the_modules_each(
         assert spec is not None
         hook.exec_module(module := importlib.util.module_from_spec(spec))
         assert module.VALUE == 1
+
+
+def test_a_module_is_rewritten_ahead_where_it_is_another_than_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    path, taken, rewrites = tmp_path / "test_it.py", [], rewrite._rewrite_test
+
+    def counted(path: Path, config: pytest.Config) -> Any:
+        taken.append(path.read_text())
+        return rewrites(path, config)
+
+    monkeypatch.setattr(rewrite, "_rewrite_test", counted)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    for source, second in (("1", 7), ("1", 7), ("10", 7), ("20", 7), ("20", 8)):
+        path.write_text(source)
+        os.utime(path, (second, second))
+        make_ahead(request.config, tmp_path).join()
+    assert taken == ["1", "10", "20"], "as pytest itself does, by size and second"
 
 
 def test_plans_are_told_apart_by_their_places() -> None:

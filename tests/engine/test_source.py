@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "src/terrazzo/engine"
-SOURCES = {str(path.relative_to(ENGINE).with_suffix("")): path.read_text() for path in ENGINE.rglob("*.py")}
-TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 OF_OTHERS = {
     *("_asdict", "_fields", "_getframe", "_make", "_replace"),
     *("_init_weights", "_is_hf_initialized", "_no_split_modules"),
@@ -19,6 +18,17 @@ OF_OTHERS = {
 }
 """Of Python's library and transformers' models, and ends of longer names."""
 BESIDE = ("parallel", "nn", "optim", "train", "planner/memory")
+
+
+@functools.cache  # and nothing of it where tests are collected alone
+def sources() -> dict[str, str]:
+    """By module of the engine."""
+    return {str(path.relative_to(ENGINE).with_suffix("")): path.read_text() for path in ENGINE.rglob("*.py")}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(source) for name, source in sources().items()}
 
 
 def names_in(node: ast.AST) -> Iterator[str]:
@@ -55,34 +65,34 @@ def internals_of_torch(heading: str) -> list[tuple[set[str], set[str]]]:
     return [(names, modules) for names, modules in rows]
 
 
-def check_rows(rows: list[tuple[set[str], set[str]]], sources: dict[str, str]) -> None:
+def check_rows(rows: list[tuple[set[str], set[str]]], read: dict[str, str]) -> None:
+    words = {module: set(re.findall(r"\w+", source)) for module, source in read.items()}
     for names, modules in rows:
-        word = re.compile(rf"\b({'|'.join(sorted(names))})\b")
-        assert {name for name, source in sources.items() if word.search(source)} == modules, names
-        assert {name for name in names if not re.search(rf"\b{name}\b", "\n".join(sources.values()))} == set()
+        assert {module for module, said in words.items() if said & names} == modules, names
+        assert names <= set().union(*words.values())
 
 
-def private_in(trees: dict[str, ast.Module]) -> set[str]:
+def private_in(parsed: dict[str, ast.Module]) -> set[str]:
     """Private names that are asked for and not defined there."""
-    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    nodes = [node for tree in parsed.values() for node in ast.walk(tree)]
     private = {name for node in nodes for name in names_in(node) if re.fullmatch(r"_[a-zA-Z]\w*", name)}
     return private - {defined_in(node) for node in nodes}
 
 
 def test_every_internal_of_torch_is_in_the_table() -> None:
     rows = internals_of_torch("## What it knows of torch's insides")
-    check_rows(rows, SOURCES)
-    assert private_in(TREES) - OF_OTHERS <= {name for names, _ in rows for name in names}
+    check_rows(rows, sources())
+    assert private_in(trees()) - OF_OTHERS <= {name for names, _ in rows for name in names}
 
 
 def test_every_internal_of_torch_beside_the_engine_is_in_a_table() -> None:
     package = ROOT / "src/terrazzo"
     paths = [package / "exchange.py", *(path for folder in BESIDE for path in (package / folder).rglob("*.py"))]
-    sources = {str(path.relative_to(package).with_suffix("")): path.read_text() for path in paths}
-    own, read = (internals_of_torch(heading) for heading in ("Above and below the engine", "torch's insides"))
-    check_rows(own, sources)
-    private = private_in({name: ast.parse(source) for name, source in sources.items()})
-    assert private - OF_OTHERS <= {name for names, _ in (*own, *read) for name in names}
+    beside = {str(path.relative_to(package).with_suffix("")): path.read_text() for path in paths}
+    own, engines = (internals_of_torch(heading) for heading in ("Above and below the engine", "torch's insides"))
+    check_rows(own, beside)
+    private = private_in({name: ast.parse(source) for name, source in beside.items()})
+    assert private - OF_OTHERS <= {name for names, _ in (*own, *engines) for name in names}
 
 
 FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "randperm", "tensor", "zeros"}
@@ -92,7 +102,7 @@ def test_no_tensor_is_made_where_the_user_makes_theirs() -> None:
     """`with torch.device("meta")` may be around any call of the engine's: tensors of its own say where they are."""
     made = [
         f"{name}:{node.lineno}"
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES
         and isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
@@ -102,16 +112,18 @@ def test_no_tensor_is_made_where_the_user_makes_theirs() -> None:
 
 
 def test_what_a_folder_says_of_its_modules_names_each() -> None:
-    folders = {name.removesuffix("/__init__"): ast.get_docstring(TREES[name]) for name in TREES if "/__init__" in name}
+    folders = {
+        name.removesuffix("/__init__"): ast.get_docstring(trees()[name]) for name in trees() if "/__init__" in name
+    }
     for folder, text in folders.items():
-        inside = [name.removeprefix(f"{folder}/") for name in SOURCES if name.startswith(f"{folder}/")]
+        inside = [name.removeprefix(f"{folder}/") for name in sources() if name.startswith(f"{folder}/")]
         own = {name.split("/")[0] for name in inside} - {"__init__"}
         assert own - {*re.findall(r"\w+", text or "")} == set(), folder
 
 
 def test_who_drives_a_model_is_told_and_not_set() -> None:
     """Attributes of a schedule, its program and the hooks are set by themselves alone."""
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
                 owner = ast.unparse(node.value).rpartition(".")[2].lstrip("_")
@@ -120,7 +132,7 @@ def test_who_drives_a_model_is_told_and_not_set() -> None:
 
 def test_what_a_module_lists_is_what_others_import() -> None:
     """`__all__` holds what another module of the package imports, and beside that only what tests name."""
-    wanted: dict[str, set[str]] = {name: set() for name in TREES}
+    wanted: dict[str, set[str]] = {name: set() for name in trees()}
     for path in (ROOT / "src").rglob("*.py"):
         source = path.read_text()
         nodes = list(ast.walk(ast.parse(source))) if "terrazzo.engine" in source else []
@@ -133,7 +145,7 @@ def test_what_a_module_lists_is_what_others_import() -> None:
                     own = {attribute for base, attribute in asked if base == (alias.asname or alias.name)}
                     wanted.get(f"{module}/{alias.name}", set()).update(own)
     words = {word for path in (ROOT / "tests").rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         if name.endswith("__init__"):
             continue
         lists = [node.value for node in tree.body if isinstance(node, ast.Assign) and _names_all(node)]

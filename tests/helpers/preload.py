@@ -12,7 +12,8 @@ from importlib.metadata import entry_points
 
 import torch.library
 
-OF_TORCH = ("_dynamo", "distributed.checkpoint", "distributed.fsdp")
+OF_TORCH = ("_dynamo.testing", "_inductor.fx_passes.joint_graph", "distributed.checkpoint", "distributed.fsdp")
+"""The second is nearly all that the first module that is compiled in a process asks for."""
 OTHERS = ("accelerate", "lightning.pytorch", "peft", "pydantic", "safetensors.torch", "transformers", "typer", "yaml")
 """Of the tests' extras; the dearest take three seconds each."""
 TERRAZZO = (

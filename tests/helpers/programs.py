@@ -40,12 +40,17 @@ Done = subprocess.CompletedProcess[str]
 
 
 class Program:
-    """`python WORDS`, begun. `words` are a file or `-m` and a module or `-c` and code, and arguments."""
+    """`python WORDS`, begun. `words` are a file or `-m` and a module or `-c` and code, and arguments.
 
-    def __init__(self, *words: str, cwd: Path | None = None, env: Mapping[str, str] = os.environ) -> None:
+    `merged`: it has one pipe for both, as behind `2>&1`, and `stderr` stays empty.
+    """
+
+    def __init__(
+        self, *words: str, cwd: Path | None = None, env: Mapping[str, str] = os.environ, merged: bool = False
+    ) -> None:
         self.words = words
         (self.stdout, out), (self.stderr, err) = _pipe(), _pipe()
-        arguments = (words, str(cwd or os.getcwd()), dict(env), out, err)
+        arguments = (words, str(cwd or os.getcwd()), dict(env), out, out if merged else err)
         self._process = mp.get_context("spawn").Process(target=_main, args=arguments, daemon=True)
         with spawning_by_fork():
             self._process.start()
@@ -120,6 +125,7 @@ def _pipe() -> tuple[IO[str], Connection]:
 def _main(words: tuple[str, ...], folder: str, environment: dict[str, str], out: Connection, err: Connection) -> None:
     for descriptor, pipe in ((1, out), (2, err)):
         os.dup2(pipe.fileno(), descriptor)
+    for pipe in (out, err):
         pipe.close()
     mp.current_process().daemon = False  # it ends with the test's process, and may start others
     mp.set_start_method(None, force=True)  # the default

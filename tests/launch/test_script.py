@@ -247,21 +247,17 @@ while True:
 def test_signals_are_heeded_while_nobody_reads(merged: bool, tmp_path: Path) -> None:
     """Ranks that print without end into a full pipe, and what the launcher says with them, or beside them."""
     (tmp_path / "floods.py").write_text(FLOODS)
-    reader, writer = os.pipe()
-    words = [sys.executable, "-m", "terrazzo", "run", "--ranks", "2", str(tmp_path / "floods.py")]
-    command = subprocess.Popen(words, stdout=writer, stderr=writer if merged else subprocess.PIPE, text=True)
-    os.close(writer)
-    with command:
-        try:
-            _await_full(reader)
-            for number in (signal.SIGTERM, signal.SIGINT):
-                command.send_signal(number)
-                time.sleep(0.5)
-            assert command.wait(30) == 130
-            assert merged or (command.stderr is not None and command.stderr.readline() == f"{ASKED}\n")
-        finally:
-            command.kill()
-            os.close(reader)
+    words = ("-m", "terrazzo", "run", "--ranks", "2", str(tmp_path / "floods.py"))
+    command = programs.Program(*words, merged=merged)
+    try:
+        _await_full(command.stdout.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            command.send_signal(number)
+            time.sleep(0.5)
+        assert command.wait(30) == 130
+        assert merged or command.stderr.readline() == f"{ASKED}\n"
+    finally:
+        command.close()
 
 
 FAILS = """

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, Reading, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.keys import Key
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES
@@ -120,11 +120,25 @@ def _fate(name: str, key: str) -> Fate:
     return Fate(key, value if shows else None, verdict.kind, target, why, meaning)
 
 
+@cache
+def _terrazzo() -> Dialect:
+    """Which reads a document again that another key has given, as most do, from memory."""
+    target, read = dialect("terrazzo"), dict[str, Reading]()
+
+    def remembered(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
+        asked = repr((document, context))
+        if asked not in read:
+            read[asked] = target.read(document, context)
+        return read[asked]
+
+    return replace(target, read=remembered)
+
+
 def _converted(name: str, key: str, reading: Reading) -> tuple[Conversion, KeyVerdict]:
     """With the first number of ranks that the key fits; with that of all others, where none does."""
 
     def among(world: int, read: Reading) -> tuple[Conversion, KeyVerdict]:
-        conversion = convert_reading(dialect(name), read, dialect("terrazzo"), replace(WORLD, world=world))
+        conversion = convert_reading(dialect(name), read, _terrazzo(), replace(WORLD, world=world))
         return conversion, next(each for each in conversion.verdicts if _is(each.key, key))
 
     found = among(RANKS, reading)
