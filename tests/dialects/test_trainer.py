@@ -578,7 +578,8 @@ def test_a_share_of_the_run_between_checkpoints_is_as_many_steps_as_the_trainer_
     written: dict[str, Any], every: int | None, kinds: list[str], tmp_path: Path
 ) -> None:
     description = described("trainer", written)
-    assert description["saving.every"].origin == "file" and description.value("saving.every") == every
+    assert description["saving.when"].origin == "file" and description.value("saving.every") == every
+    assert description.value("saving.when") == ("steps" if every else "never")
     assert [verdict.kind for verdict in reading("trainer", written).verdicts] == kinds
     if "refused" in kinds:
         with pytest.raises(ValueError, match="must be an integer if bigger than 1"):

@@ -131,6 +131,8 @@ BESIDE: dict[str, dict[str, Document]] = {
         "lr-wsd": {**_MEGATRON, "lr-decay-style": "WSD", "train-iters": 100},
         "recompute-": {**_MEGATRON, "recompute-granularity": "full"},
         "recompute-granularity": _MEGATRON,
+        "save": {**_MEGATRON, "save-interval": 500},
+        "save-interval": {**_MEGATRON, "save": "x"},
         "recompute-activations": _MEGATRON,
         "torchrun.nnodes": {**_MEGATRON, "torchrun": {"nproc-per-node": 4}},
     },

@@ -9,7 +9,7 @@ from terrazzo.config import MuonConfig
 from terrazzo.dialects.core.description import TIER_PATHS, Description, Extra, asks_for_nothing
 from terrazzo.dialects.core.mesh import degrees
 
-__all__ = ["NVME_ONLY", "OF_MATRICES", "agree_on", "extras_by_key", "has_no_effect", "same_value"]
+__all__ = ["NVME_ONLY", "OF_MATRICES", "agree_on", "extras_by_key", "has_no_effect", "same_value", "saves_when"]
 
 NVME_ONLY = tuple(f"offload.{name}" for name in ("path", "buffers", "direct", "block_bytes", "depth", "digest"))
 """Settings that say how files are read and written."""
@@ -26,6 +26,8 @@ def agree_on(path: str, one: Description, other: Description) -> bool:
         return True
     if has_no_effect(one, path) and has_no_effect(other, path):
         return True
+    if path == "saving.when":
+        return saves_when(one) == saves_when(other)
     axis = path.removeprefix("mesh.")
     if axis in ("dp_shard", "dp_replicate"):  # one may say what the other leaves to the world
         known = {degrees(one)[axis], degrees(other)[axis]}
@@ -58,12 +60,20 @@ def has_no_effect(description: Description, path: str) -> bool:
         return not any(description.value(f"schedule.warmup_{length}") for length in ("steps", "fraction"))
     if path == "schedule.decay_lag":
         return description.value("schedule.name") in (None, "constant")
+    if path == "saving.every":
+        return saves_when(description) in ("never", "end")
     if path.startswith("prefetch."):
         return all(description.value(f"sharding.{state}") == "-" for state in ("weight", "between"))
     if not path.startswith("offload.") or path in TIER_PATHS:
         return False
     tiers = [str(description.value(tier) or "device") for tier in TIER_PATHS]
     return not any("nvme" in tier if path in NVME_ONLY else tier != "device" for tier in tiers)
+
+
+def saves_when(description: Description) -> str | None:
+    """When checkpoints are written: an interval that is no shorter than the run leaves the one at its end."""
+    when, every, total = (description.value(path) for path in ("saving.when", "saving.every", "schedule.total_steps"))
+    return "end" if when == "steps" and every and total and every >= total else when
 
 
 def extras_by_key(description: Description) -> Mapping[str, Extra]:

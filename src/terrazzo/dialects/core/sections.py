@@ -256,7 +256,10 @@ class SavingSection:
     export: Annotated[Setting[str], "weights beside it: none, full (one state dict), hf (a Hugging Face folder)"] = (
         UNSET
     )
-    every: Annotated[Setting[int | None], "optimizer steps between checkpoints"] = UNSET
+    when: Annotated[
+        Setting[str], "training state by itself: never, end (of the run), or steps (every so many, and at the end)"
+    ] = UNSET
+    every: Annotated[Setting[int | None], "steps: optimizer steps between checkpoints"] = UNSET
     keep_last: Annotated[Setting[int | None], "checkpoints kept; none: all"] = UNSET
     folder: Annotated[Setting[str | None], "where to"] = UNSET
     background: Annotated[Setting[bool], "training goes on meanwhile"] = UNSET
@@ -278,6 +281,7 @@ OFF: dict[str, Any] = {
     "schedule.options": {},
     **dict.fromkeys(("units.classes", "offload.path"), ()),
     "training.nonfinite": "go_on",
+    "saving.when": "never",
     **dict.fromkeys(TIER_PATHS, "device"),
 }
 """The value that asks for nothing to happen, by path."""

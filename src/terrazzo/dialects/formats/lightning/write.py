@@ -76,7 +76,7 @@ def _loop(draft: Draft) -> None:
         draft.lossy(path, "the data loader decides it there")
     if draft.value("training.compile"):
         draft.lossy("training.compile", "compile the model in configure_model")
-    for path in ("saving.every", "saving.keep_last"):
+    for path in ("saving.when", "saving.every", "saving.keep_last"):
         if draft.value(path) is not None:
             draft.lossy(path, "say it to the ModelCheckpoint callback")
     if draft.value("loading.low_memory"):

@@ -229,8 +229,13 @@ def _activations(reader: Reader) -> SettingsByPath:
 
 
 def _saving(reader: Reader) -> SettingsByPath:
+    """What is written every so many steps, and at the end; nothing without a folder."""
     folder, every, kind = (reader.take(key) for key in ("save", "save-interval", "ckpt-format"))
+    if folder.value is None:
+        _unused(reader, (every,), "without --save nothing is written")
+        every = Setting(None, "default")
     return {
+        "saving.when": derived("never" if folder.value is None else "steps", folder, every, origin=folder.origin),
         **only_from_file({"saving.folder": folder, "saving.every": every}),
         "saving.state": kind,
         "saving.background": reader.take("async-save"),

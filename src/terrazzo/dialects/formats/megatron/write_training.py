@@ -196,9 +196,24 @@ def _activations(draft: Draft) -> None:
         draft.lossy("activation_checkpointing.offload", why)
 
 
-def _saving(draft: Draft) -> None:
+def _intervals(draft: Draft) -> None:
+    """Write where to and how often; every so many steps is at the end, too."""
+    when, total = draft.value("saving.when"), draft.value("schedule.total_steps")
+    if when == "never":
+        draft.implied(("saving.when", "saving.folder", "saving.every"), "without --save nothing is written")
+        return
     draft.option("saving.folder", "save")
     draft.option("saving.every", "save-interval")
+    if not draft.has("save") and when is not None:
+        draft.lossy("saving.when", "without a folder nothing is written: set save and save-interval")
+    elif when == "end" and total:
+        draft.put("saving.when", "save-interval", total, "the run's steps: one checkpoint, at the end")
+    else:
+        draft.implied("saving.when", key="save")
+
+
+def _saving(draft: Draft) -> None:
+    _intervals(draft)
     state = draft.value("saving.state", "sharded")
     if state == "local" and not draft.has("ckpt-format"):
         draft.put("saving.state", "ckpt-format", "torch")

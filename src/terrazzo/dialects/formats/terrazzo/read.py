@@ -194,7 +194,10 @@ def _shortest(tier: str) -> str:
 
 def _settled_while_running(reader: _SchemaReader, settings: SettingsByPath) -> None:
     """Numbers that no file has: the most of `2:4` stands for it, since fewer there are after failures alone."""
-    if settings["saving.every"].value == "auto":
+    every = settings["saving.every"]
+    when = "end" if every.value is None else "steps"
+    settings["saving.when"] = Setting(when, "default" if every.value is None else "file", every.key)
+    if every.value == "auto":
         settings["saving.every"] = Setting(None, "derived")
         reader.keep("checkpoint.every", "how often it pays to save is found out by `terrazzo train` alone")
     world = settings["mesh.world"]

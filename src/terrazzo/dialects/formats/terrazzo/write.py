@@ -339,6 +339,17 @@ def _activation_offload(draft: TerrazzoDraft, mode: str | None) -> None:
         draft.put(path, "offload.activations", "cpu")
 
 
+def _saved_when(draft: TerrazzoDraft) -> None:
+    """There is a checkpoint at the end in any case."""
+    path, when = "saving.when", draft.value("saving.when")
+    if when == "never" and draft.setting(path).keys:
+        draft.lossy(path, "a checkpoint is written at the end of the run, and on SIGTERM")
+    elif when == "steps" and draft.value("saving.every") is None:
+        draft.lossy(path, "how often is not known: set checkpoint.every; without it one is written, at the end")
+    else:
+        draft.implied(path, "one checkpoint is written all the same, at the end" if when == "never" else "")
+
+
 def _saving(draft: TerrazzoDraft) -> None:
     export, state = draft.value("saving.export", "none"), draft.value("saving.state", "sharded")
     if draft.setting("saving.export").key or export != "none":
@@ -347,4 +358,5 @@ def _saving(draft: TerrazzoDraft) -> None:
     draft.implied("loading.broadcast", "all ranks start from the same values")
     more = "" if state == "sharded" else "checkpoints are sharded, and resume on any number of ranks"
     draft.implied("saving.state", more)
+    _saved_when(draft)
     draft.carry("saving.every", "saving.keep_last", "saving.folder", "saving.background")

@@ -35,6 +35,7 @@ __all__ = ["read"]
 
 
 _GROUP = ("pattern", "optimizer_name", "optimizer_kwargs")
+_OF_CHECKPOINTS = ("folder", "interval", "async_mode", "keep_latest_k", "last_save_in_hf")
 _ONLY_BUDGET = ("memory_budget", "visualize_memory_budget_pareto")
 
 
@@ -285,19 +286,23 @@ def _checkpointing(reader: Reader) -> SettingsByPath:
 
 
 def _saving(reader: Reader) -> SettingsByPath:
+    """What is written at each `interval`, and at the end; nothing where `enable` is off, whatever the section says."""
     enabled = reader.take("checkpoint.enable")
-    settings = {
-        "saving.state": Setting("sharded", "default"),
-        "saving.export": reader.take("checkpoint.last_save_in_hf"),
-        **only_from_file({"saving.folder": reader.take("checkpoint.folder")}),
-        "saving.background": reader.take("checkpoint.async_mode"),
-    }
+    settings: SettingsByPath = {"saving.state": Setting("sharded", "default")}
+    if not enabled.value:
+        for key in _OF_CHECKPOINTS:
+            reader.take(f"checkpoint.{key}")
+            reader.keep(f"checkpoint.{key}", "checkpoint.enable is off: nothing is written", loss="harmless")
+        return {**settings, "saving.when": Setting("never", enabled.origin, enabled.key)}
     if reader.raw("checkpoint.async_mode") == "async_with_pinned_mem":
         reader.keep("checkpoint.async_mode", "the copy is in pinned memory", loss="harmless")
-    keep = reader.take("checkpoint.keep_latest_k")
-    settings["saving.keep_last"] = Setting(keep.value or None, keep.origin, keep.key)
-    every = reader.take("checkpoint.interval")
-    if enabled.value:
-        return {**settings, "saving.every": derived(every.value, enabled, every, origin="file")}
-    reader.keep("checkpoint.interval", "checkpoint.enable is off: nothing is written", loss="harmless")
-    return {**settings, "saving.every": Setting(None, enabled.origin, enabled.key)}
+    keep, every = reader.take("checkpoint.keep_latest_k"), reader.take("checkpoint.interval")
+    return {
+        **settings,
+        "saving.when": Setting("steps", enabled.origin, enabled.key),
+        "saving.every": derived(every.value, enabled, every, origin="file"),
+        "saving.keep_last": Setting(keep.value or None, keep.origin, keep.key),
+        "saving.export": reader.take("checkpoint.last_save_in_hf"),
+        "saving.background": reader.take("checkpoint.async_mode"),
+        **only_from_file({"saving.folder": reader.take("checkpoint.folder")}),
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import LOADED, Description
+from terrazzo.dialects.core.description import LOADED, PATHS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left, ranks_needed
@@ -13,7 +13,7 @@ from terrazzo.dialects.formats.torchtitan.write_plan import TAKEN_AXES, write_pl
 __all__ = ["write"]
 
 _ACTIVATIONS, _DECAY_TYPE = "activation_checkpoint", "lr_scheduler.decay_type"
-_GLOBAL_BATCH = "training.global_batch_size"
+_GLOBAL_BATCH, _ENABLE = "training.global_batch_size", "checkpoint.enable"
 _OPTIMIZER = tuple(f"optimizer.{name}" for name in ("name", "lr", "betas", "eps", "weight_decay", "options"))
 """Settings that are one key, `optimizer.param_groups`."""
 _CLASSES = {"none": None, "full": "FullAC", "selective_half": "SelectiveAC"}
@@ -37,9 +37,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     _schedule(draft)
     _loop(draft)
     _activations(draft)
-    draft.implied("saving.state", "DCP: sharded, for any number of ranks")
     _saving(draft)
-    _export(draft)
     return draft.finish()
 
 
@@ -85,6 +83,9 @@ def _dtypes(draft: Draft) -> None:
     _states(draft, "fp32" if master == LOADED else master)
     if draft.value("precision.output") == draft.value("precision.compute"):
         draft.implied("precision.output", "it is what the model computes in")
+    if draft.value("saving.when") == "never":
+        draft.implied("precision.saved", "nothing is written")
+        return
     if draft.value("precision.saved") == LOADED:
         draft.lossy("precision.saved", "weights are saved in checkpoint.export_dtype, float32")
         return
@@ -267,19 +268,33 @@ def _activations(draft: Draft) -> None:
 
 
 def _saving(draft: Draft) -> None:
-    if (every := draft.value("saving.every")) is not None:
-        draft.put("saving.every", "checkpoint.interval", every)
-        draft.write("checkpoint.enable", True)
-    else:
-        draft.implied("saving.every")
-
-
-def _export(draft: Draft) -> None:
+    draft.implied("saving.state", "DCP: sharded, for any number of ranks")
+    when, exports = draft.value("saving.when"), draft.value("saving.export", "none") != "none"
+    if when == "never":
+        draft.implied([path for path in PATHS if path.startswith("saving.")], "checkpoint.enable is off by default")
+        return
+    if when is not None or exports:
+        draft.write(_ENABLE, True)
+        _intervals(draft)
     draft.option("saving.export", "checkpoint.last_save_in_hf", {"hf": True, "full": True, "none": False})
     if draft.is_set("saving.keep_last"):
         _keep_last(draft)
     draft.option("saving.folder", "checkpoint.folder")
     draft.option("saving.background", "checkpoint.async_mode", {True: "async", False: "disabled"})
+
+
+def _intervals(draft: Draft) -> None:
+    """Write how often; an interval as long as the run leaves the checkpoint at its end."""
+    key, every = "checkpoint.interval", draft.value("saving.every")
+    draft.implied("saving.when", key=_ENABLE)
+    if draft.value("saving.when") == "end":
+        steps = draft.value("schedule.total_steps", KEYS["training.steps"].default)
+        draft.put("saving.when", key, steps, "the run's steps: one checkpoint, at the end")
+        draft.implied("saving.every")
+    elif every is not None:
+        draft.put("saving.every", key, every)
+    elif draft.value("saving.when") == "steps":
+        draft.lossy("saving.when", f"how often is not known: set {key}, which is 500 by default", _ENABLE)
 
 
 def _keep_last(draft: Draft) -> None:

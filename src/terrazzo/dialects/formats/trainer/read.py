@@ -19,7 +19,7 @@ __all__ = ["read"]
 _OUTER = (
     *("batch.", "optimizer.", "schedule.", "training.compile", "training.seed", "training.device"),
     "training.loss_mean",
-    *("saving.every", "saving.keep_last", "saving.folder", "activation_checkpointing."),
+    *("saving.when", "saving.every", "saving.keep_last", "saving.folder", "activation_checkpointing."),
 )
 """Settings that the Trainer's own fields decide where the DeepSpeed document says nothing."""
 

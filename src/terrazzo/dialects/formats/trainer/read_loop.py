@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingOrigin, SettingsByPath
@@ -205,6 +206,9 @@ def _saving(reader: TrainerReader, total: int | None) -> SettingsByPath:
         **only_from_file({"saving.folder": reader.take("output_dir")}),
         "saving.background": Setting(False, "default"),
     }
+    said = "file" in (strategy.origin, steps.origin)
+    when = derived("steps", strategy, steps, origin="file" if said else "default")
+    settings["saving.when"] = when
     if strategy.value == "steps" and steps.value >= 1:
         if steps.value != int(steps.value):
             reader.refuse("save_steps", "above 1 TrainingArguments raise for what is no whole number of steps")
@@ -212,7 +216,7 @@ def _saving(reader: TrainerReader, total: int | None) -> SettingsByPath:
     if strategy.value == "steps" and steps.value > 0 and total is not None:
         return {**settings, "saving.every": derived(math.ceil(total * steps.value), steps, strategy, origin="file")}
     if strategy.value == "steps" and steps.value == 0:  # the Trainer never saves then
-        return {**settings, "saving.every": derived(None, steps, strategy, origin="file")}
+        return {**settings, "saving.when": replace(when, value="never")}
     if strategy.origin == "file":
         whys = {"epoch": "a checkpoint after every pass over the data", "best": "a checkpoint when it is better"}
         reader.keep(
@@ -223,5 +227,5 @@ def _saving(reader: TrainerReader, total: int | None) -> SettingsByPath:
         why = "a share of the run whose steps are not known" if by_share else "save_strategy decides"
         reader.keep("save_steps", why, loss="lossy" if by_share else "harmless")
     if strategy.value == "no":
-        return {**settings, "saving.every": Setting(None, "file", "save_strategy")}
-    return settings
+        return {**settings, "saving.when": Setting("never", "file", "save_strategy")}
+    return {**settings, "saving.when": replace(when, key=strategy.key)}

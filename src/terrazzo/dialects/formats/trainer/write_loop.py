@@ -152,13 +152,19 @@ def _stable(draft: Draft, final: float) -> None:
 
 
 def _saving(draft: Draft) -> None:
-    if not draft.is_set("saving.every"):
-        return
-    every = draft.value("saving.every")
-    if every is None:
-        draft.put("saving.every", "save_strategy", "no", "the Trainer saves every 500 steps unless it is told not to")
-    else:
+    """Write how often; every so many steps is at the end, too."""
+    when, every, total = (draft.value(path) for path in ("saving.when", "saving.every", "schedule.total_steps"))
+    if when == "never":
+        draft.put("saving.when", "save_strategy", "no", "the Trainer saves every 500 steps unless it is told not to")
+    elif when == "end" and total:
+        draft.put("saving.when", "save_steps", total, "the run's steps: one checkpoint, at the end")
+    elif when == "end":
+        draft.lossy("saving.when", "the length of the run is not known: set save_steps to it")
+    elif every is not None:
+        draft.implied("saving.when", key="save_steps")
         _field(draft, "saving.every", "save_steps")
+    elif when == "steps":
+        draft.lossy("saving.when", "how often is not known: set save_steps, which is 500 by default")
     if draft.value("saving.background"):
         draft.lossy("saving.background", "the Trainer waits until a checkpoint is written")
 
