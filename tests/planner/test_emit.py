@@ -15,6 +15,8 @@ from terrazzo.config import Config, config_from_dict, load_config
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.choice.emit import TrainFiles, train_config
+from terrazzo.planner.choice.search import search
+from terrazzo.planner.machine import devices
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.build_setup import build_setup
@@ -441,3 +443,25 @@ def test_what_is_emitted_is_read_back_as_it_was_planned_or_refused(asked: dict[s
 def test_what_a_run_would_do_otherwise_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=message):
         emitted(tmp_path, **options)
+
+
+@pytest.mark.parametrize("per_node", [None, 8])
+def test_ranks_on_this_machines_cpus_share_it_in_a_plan_as_in_its_run(
+    per_node: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them do, or as many as are on each of several such machines."""
+    monkeypatch.setattr(devices, "_host_memory_bytes", lambda: 64 * 2**30)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    asked: dict[str, Any] = {"gpu": "cpu", "strategy": "zero3", "precision": "fp32", "per_node": per_node}
+    planned = build_setup(Request(DECODER, 16, sequence=64, **asked))
+    assert planned.cluster.device.memory_bytes == 64 * 2**30 // (per_node or 16)
+    assert planned.cluster.nodes == 16 // (per_node or 16)
+    ranked = search(Request(DECODER, "16..16", sequence=64, **asked | {"strategy": None})).ranked
+    assert ranked and all(each.setup.cluster == planned.cluster for each in ranked)
+    config, _ = emitted(tmp_path, DECODER, gpus=16, sequence=64, **asked)
+    assert config.launch.ranks == (16 if per_node is None else None)
+    if per_node is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+    run = setup_of(config, 16)
+    assert run.cluster.device == planned.cluster.device
+    assert traffic_of(run).links == traffic_of(planned).links

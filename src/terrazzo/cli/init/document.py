@@ -18,6 +18,7 @@ from terrazzo.messages import GIB, counted
 from terrazzo.planner import Estimate, Frontier, Request
 from terrazzo.planner.api import compare
 from terrazzo.planner.choice.emit import TrainFiles, train_config
+from terrazzo.planner.setup.build_setup import of_one_rank
 from terrazzo.planner.setup.choice_names import TRIED_MODES
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.telemetry.log.run_folder import RunFolder
@@ -65,14 +66,10 @@ def write_config(file: Path, answers: InitAnswers) -> None:
 def _search(answers: InitAnswers, checkpointing: str | None = None) -> Frontier:
     machine = answers["gpu"]
     cluster, ranks = machine.cluster, answers["ranks"]
-    memory = cluster.device.memory_bytes
-    shared = machine.on_cpu and memory is not None  # by the ranks of a host
     request = Request(
         answers["model"].shape,
         ranks,
-        gpu=cluster.device,
-        memory_bytes=memory // ranks if shared and memory is not None else None,
-        per_node=ranks if machine.on_cpu else None,
+        gpu=of_one_rank(cluster.device, ranks),
         host_memory_bytes=cluster.host_memory_bytes,
         sequence=answers["seq"],
         global_batch=answers["global_batch"],

@@ -248,22 +248,18 @@ def _how_to_run(answer: Answer, source: PlanSource, arguments: PlanArguments) ->
 def _ranks(answer: Answer, gpus: str | None, config: Config) -> list[str]:
     """The override for the number of ranks that was planned, if one host has them and `config` has another number."""
     cluster, configured = answer.best.setup.cluster, config.rank_numbers[-1:]
-    if gpus is None or list(configured) == [cluster.count] or not _on_one_host(cluster):
+    if gpus is None or list(configured) == [cluster.count] or cluster.nodes > 1:
         return []
     return [f"launch.ranks={cluster.count}"]
 
 
 def _start(cluster: Cluster) -> str:
     """The command that starts the ranks: torchrun if there are several hosts."""
-    if _on_one_host(cluster):
+    if cluster.nodes == 1:
         return terrazzo_command()
     ranks = min(cluster.count, cluster.device.per_node)
     meeting = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
     return f"torchrun --nnodes {cluster.nodes} --nproc-per-node {ranks} {meeting} -m terrazzo"
-
-
-def _on_one_host(cluster: Cluster) -> bool:
-    return cluster.nodes == 1 or cluster.device.kind == "cpu"
 
 
 def _best(answer: Answer | BareAnswer) -> Estimate:

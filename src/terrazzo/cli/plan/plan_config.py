@@ -113,11 +113,13 @@ def _ranks(arguments: PlanArguments, config: Config) -> int:
 
 
 def _cluster(request: Request) -> Cluster | None:
-    """The machines that the options describe, or this machine with what they change; None without such options."""
+    """The machines that the options describe, or this machine with what they change; None without such options. CPUs
+    are a whole host, as for `setup_of`.
+    """
     if request == Request(request.model, request.gpus):
         return None
     if request.gpu is not None:
-        return build_cluster(request)
+        return build_cluster(request, 1)
     here = this_machine()
     host = request.host_memory_bytes or here.host_memory_bytes
-    return build_cluster(replace(request, gpu=here.device, host_memory_bytes=host))
+    return build_cluster(replace(request, gpu=here.device, host_memory_bytes=host), 1)

@@ -71,7 +71,7 @@ def train_config(setup: Setup, model: ModelSource, model_folder: str | Path = "m
         config["objective"] = {"loss": kind}
     if "path" in section and (Path(section["path"]) / TOKENIZER_FILE).is_file():
         config["data"] = {"tokenizer": section["path"]}
-    if setup.cluster.nodes == 1 or setup.cluster.device.kind == "cpu":  # a CPU host runs as many ranks as asked
+    if setup.cluster.nodes == 1:
         config["launch"] = {"ranks": setup.cluster.count}
     return TrainFiles(config, model_config)
 

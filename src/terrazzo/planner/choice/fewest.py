@@ -12,7 +12,7 @@ from terrazzo.planner.choice.search import search, spread
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.report.frontier import Frontier, Refusal
 from terrazzo.planner.report.sizing import Sizing
-from terrazzo.planner.setup.build_setup import build_cluster, build_setup, counts_of, settled
+from terrazzo.planner.setup.build_setup import build_cluster, build_setup, counts_of, shape_of
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.timing.calibration import Calibration
 
@@ -48,7 +48,7 @@ def min_gpus(request: Request, calibration: Calibration | None = None) -> Sizing
     Raises:
         BadInput: a request that is impossible on every number, or a device whose memory is not known.
     """
-    request = settled(request)
+    request = replace(request, model=shape_of(request.model))
     device = build_cluster(request, 1).device
     if device.memory_bytes is None:
         raise BadInput(f"The memory of {device.name} is not known. Give it (--memory-gb).")

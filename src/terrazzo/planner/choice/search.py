@@ -25,7 +25,7 @@ from terrazzo.planner.memory.tiers import on_device
 from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.frontier import Frontier, Refusal
 from terrazzo.planner.report.words import HOSTS, LABELS
-from terrazzo.planner.setup.build_setup import build_cluster, build_setup, counts_of, settled
+from terrazzo.planner.setup.build_setup import build_cluster, build_setup, counts_of, settled, shape_of
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
@@ -46,13 +46,13 @@ def search(request: Request, calibration: Calibration | None = None) -> Frontier
     Raises:
         BadInput: the request itself is impossible; a choice that is impossible is refused instead.
     """
-    original, request = request, settled(request)
+    original, request = request, replace(request, model=shape_of(request.model))
     counts = counts_of(request, build_cluster(request, 1).device.per_node)
     if not isinstance(request.gpus, int):
         counts = spread(counts)
     tried = _Tried(request, calibration)
     for count in counts:
-        tried.try_all(tuple(meshes(replace(request, gpus=count))))
+        tried.try_all(tuple(meshes(settled(replace(request, gpus=count)))))
     if not tried.considered:
         check(build_setup(replace(request, gpus=counts[0])))  # says why no mesh is possible
     ranked = simplest_first(sorted(tried.fitting, key=rank_key(request)))

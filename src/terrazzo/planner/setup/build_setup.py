@@ -31,6 +31,7 @@ __all__ = [
     "build_cluster",
     "build_setup",
     "counts_of",
+    "of_one_rank",
     "precision_of",
     "request_of",
     "settled",
@@ -138,8 +139,8 @@ def shape_of(model: ModelSource) -> ModelShape:
 
 
 def settled(request: Request) -> Request:
-    """The request with its model and its device read, so that a search reads them once."""
-    device = build_cluster(request, 1).device
+    """The request with its model and its device read, so that a search reads them once for a number of devices."""
+    device = build_cluster(request).device
     return replace(request, model=shape_of(request.model), gpu=device, memory_bytes=None, reserve_bytes=None)
 
 
@@ -159,12 +160,11 @@ def counts_of(request: Request, per_node: int) -> tuple[int, ...]:
 
 def build_cluster(request: Request, count: int | None = None) -> Cluster:
     """The devices of a request, `count` of them, by default as many as it names or 1."""
-    device = _device(request)
     if count is None:
         first = replace(request, gpus=_least(request)) if request.gpus is None else request
-        count = counts_of(first, device.per_node)[0]
+        count = counts_of(first, 1 if isinstance(first.gpus, int) else _device(request, 1).per_node)[0]
     return Cluster(
-        device=device,
+        device=_device(request, count),
         count=count,
         price_per_hour=request.price_per_hour,
         host_memory_bytes=None if request.host_memory_bytes is None else int(request.host_memory_bytes),
@@ -179,13 +179,26 @@ def _least(request: Request) -> int:
     return max(math.prod(size or 1 for size in axes), request.ep or 1)
 
 
-def _device(request: Request) -> Device:
+def of_one_rank(device: Device, ranks: int) -> Device:
+    """The device of one of the `ranks` of a host: a whole GPU, or a share of the memory of a host with CPUs alone."""
+    if device.kind != "cpu":
+        return device
+    memory = device.memory_bytes
+    return replace(device, memory_bytes=memory and memory // ranks, per_node=ranks)
+
+
+def _device(request: Request, count: int) -> Device:
+    """The device of each of `count` ranks. This machine's CPUs, by their name, are one host for all, or for `per_node`
+    each; a `Device` is as a rank sees it.
+    """
     name = GPU if request.gpu is None else request.gpu
     device = name if isinstance(name, Device) else _named_device(name, request.memory_bytes)
     if request.memory_bytes is not None:
         device = replace(device, memory_bytes=int(request.memory_bytes))
     if request.reserve_bytes is not None:
         device = replace(device, memory_bytes=_without_reserve(device, request.reserve_bytes))
+    if not isinstance(name, Device):
+        device = of_one_rank(device, min(count, request.per_node or count))
     if request.peak_flops is not None:  # and no measured rate of the device that the table has
         device = replace(device, peak_flops=dict.fromkeys(hardware.FORMATS, request.peak_flops), matmul_flops={})
     if request.per_node is not None:

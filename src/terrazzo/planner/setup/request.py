@@ -30,7 +30,8 @@ class Request:
     Attributes:
         model: preset, path of a config.json or its folder, module, mapping, number of parameters, or shape.
         gpus: devices in all; for `search` and sizing also a range such as `"8..1024"`; None for any number.
-        gpu: name of the device, by default `h100-sxm`.
+        gpu: name of the device, by default `h100-sxm`. `cpu` is this machine, whose memory all ranks share, or
+            on several such machines `per_node` of them.
         strategy: plan, or the name of one, such as `zero3`, `hybrid_shard` or `zero2@cpu`; by default `zero3`.
         sequence: tokens per sequence, by default the model's positions but at most 4,096.
         micro_batch: sequences per forward pass and data rank, by default 1.

@@ -14,10 +14,11 @@ from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.launch.machine import ranks_here, resolve_device
 from terrazzo.optim import further_moments
-from terrazzo.planner import Cluster, Device, Framework, Mesh, ModelShape, Setup, model_shape
+from terrazzo.planner import Cluster, Framework, Mesh, ModelShape, Setup, model_shape
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.closed_form import merged
 from terrazzo.planner.model.shapes import BlockShape
+from terrazzo.planner.setup.build_setup import of_one_rank
 from terrazzo.planner.setup.kernels import attention_of
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerSpec
 from terrazzo.planner.setup.setup import Loss, UpdateKernel
@@ -65,7 +66,7 @@ def setup_of(
     shape = _shape_of(config, whole)
     return Setup(
         model=shape,
-        cluster=replace(machines, device=_of_one_rank(machines.device, world_size), count=world_size),
+        cluster=replace(machines, device=of_one_rank(machines.device, ranks_here(world_size)), count=world_size),
         plan=build_plan(config),
         mesh=mesh,
         sequence=config.batch.sequence_length,
@@ -160,14 +161,6 @@ def machine_of(config: Config) -> Cluster:
     """This machine as the ranks of `config` use it: a host with GPUs may also run on its CPUs."""
     here = this_machine()
     return here if here.device.kind == resolve_device(config.launch) else cpu_host(here.host_memory_bytes)
-
-
-def _of_one_rank(device: Device, world_size: int) -> Device:
-    """The device of one rank: a whole GPU, or a rank's share of its host's memory."""
-    if device.kind != "cpu" or device.memory_bytes is None:
-        return device
-    ranks = ranks_here(world_size)
-    return replace(device, memory_bytes=device.memory_bytes // ranks, per_node=ranks)
 
 
 def _shape_of(config: Config, whole: ModelOnPaper) -> ModelShape:
