@@ -14,7 +14,7 @@ from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing import compute, rates
-from terrazzo.planner.timing.pipeline_rank import PCIE_COPY_SHARE
+from terrazzo.planner.timing.rates import PCIE_COPY_SHARE
 
 __all__ = ["GPUS", "LAYOUTS", "TOKENS", "Cell", "Figures", "Layout"]
 

@@ -14,6 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from terrazzo import cli
+from terrazzo.planner import Request, build_setup
+from terrazzo.planner.timing.pipeline_step import PipelineStep
 
 PAGE = Path(__file__).parents[2] / "docs/guides/planning-questions.md"
 COMMANDS = re.findall(r"^\*\*\d+\. .*?\*\* `terrazzo (.+)`$", PAGE.read_text(), re.MULTILINE)
@@ -21,6 +23,7 @@ EIGHT, SEVENTY, LAYERS, WIDTH, VOCABULARY = 8_030_261_248, 70_553_706_496, 32, 4
 ROOT = 2 * VOCABULARY * WIDTH + WIDTH
 """Parameters of the embedding, the head and the last norm."""
 CARD = 79.11 * 2**30
+FOUR_STAGES: dict[str, Any] = {"gpu": "h100-sxm", "pp": 4, "micro_batches": 16, "sequence": 4096}
 Answer = dict[str, Any]
 
 
@@ -81,11 +84,20 @@ def cost(answer: Answer) -> None:
 
 
 def bubble(answer: Answer) -> None:
-    """The last stage waits while the first micro-batch is with the three others, which have no head."""
-    layers = 8 * 4 * (2 * 218.1e6 + 2 * 4096 * 4096)  # FLOPs of a token: forward, again, twice that backward
-    head = 3 * 2 * 525.3e6  # not again
-    waits = 3 * layers / (layers + head)
-    share = waits / (16 + waits)
+    """The third stage works without a pause from its first backward on; the first waits for it, and ends last."""
+    layer = 2 * 218.1e6 + 2 * 4096 * 4096  # FLOPs of a token in forward, then again, then twice that in backward
+    head = 2 * 525.3e6 / layer  # in forwards of a layer; not again
+    forwards, backwards = [8, 9, 9, 6 + head], [24, 27, 27, 18 + 2 * head]
+    ranks = PipelineStep(
+        build_setup(Request("llama3-8b", 32, strategy="zero1", checkpointing="full", **FOUR_STAGES))
+    ).ranks
+    for rank, *by_hand in zip(ranks, forwards, backwards, strict=True):
+        (stage,), (unit,) = rank.passes, ranks[2].passes
+        assert stage.both / unit.both == pytest.approx(sum(by_hand) / 36, rel=0.025)
+    before = sum(forwards) + backwards[3]
+    played = before + 16 * backwards[2] + 14 * forwards[2] + backwards[1] + backwards[0]
+    share = 1 - 16 * (forwards[0] + backwards[0]) / played
+    assert share == pytest.approx(0.231, abs=5e-4)
     assert answer["time"]["terms"]["pipeline bubble"] / answer["time"]["step_s"] == pytest.approx(share, rel=0.02)
 
 

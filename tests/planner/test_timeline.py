@@ -19,6 +19,8 @@ from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.overlap import CONTENTION
+from terrazzo.planner.timing.pipeline_step import PipelineStep
 from terrazzo.planner.timing.timeline import StageSchedule, idle_of_equal_stages
 from terrazzo.words import SCHEDULES
 
@@ -162,8 +164,24 @@ def test_the_table_and_the_picture_of_unequal_stages_have_one_answer(pp: int, ch
         for term in found.time.terms
         if term.name not in (*after, "pipeline bubble", "pipeline communication")
     )
-    slowest = max(sum(span.end_s - span.start_s for span in spans) for spans in picture.ranks)
-    assert busy == pytest.approx(slowest)
+    last = max(picture.ranks, key=lambda spans: spans[-1].end_s)
+    assert busy == pytest.approx(sum(span.end_s - span.start_s for span in last))
+
+
+@pytest.mark.parametrize("strategy", ["zero1@cpu", "zero1"])
+def test_a_step_ends_with_the_sums_and_the_update_of_the_rank_that_ends_last(strategy: str) -> None:
+    """It is not the one that computes longest: the middle ones of four have a layer more than the first."""
+    request = Request("llama3-8b", 32, gpu="h100-sxm", pp=4, micro_batches=4, strategy=strategy, sequence=4096)
+    step = PipelineStep(build_setup(request))
+    ends = [
+        spans[-1].end_s
+        + rank.exposure.exposed
+        + CONTENTION * rank.exposure.hidden
+        + sum(term.value for term in rank.update_terms)
+        for spans, rank in zip(step.timeline.ranks, step.ranks, strict=True)
+    ]
+    assert max(step.ranks, key=lambda rank: rank.busy_s) is step.ranks[1] and ends.index(max(ends)) == 0
+    assert sum(term.value for term in step.terms()) == pytest.approx(ends[0])
 
 
 def test_a_slow_stage_is_never_idle_between_its_first_and_its_last() -> None:

@@ -33,8 +33,9 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.attention import attention_bytes, attention_rate, attention_seconds
 from terrazzo.planner.timing.compute import block_seconds, flops_per_token, repeated_flops_per_token, step_flops
 from terrazzo.planner.timing.overlap import BlockRow, block_exposure, root_exposure
-from terrazzo.planner.timing.pipeline_rank import HOST_ADAM, PipelineRank
+from terrazzo.planner.timing.pipeline_rank import PipelineRank
 from terrazzo.planner.timing.products import product
+from terrazzo.planner.timing.rank_update import HOST_ADAM
 from terrazzo.planner.timing.rates import matmul_rate, memory_rate, sustained_rate
 from terrazzo.planner.timing.step import BAND, time_of
 from terrazzo.planner.timing.update import UnitUpdate, exposed_s

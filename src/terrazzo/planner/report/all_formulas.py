@@ -15,6 +15,7 @@ from terrazzo.planner.timing import (
     pipeline_rank,
     pipeline_step,
     products,
+    rank_update,
     update,
 )
 from terrazzo.planner.traffic import exchanges, outer_moves, volumes
@@ -24,7 +25,7 @@ __all__ = ["FORMULAS"]
 _MODULES = (
     *(states, activations, logits, peak, tiers, overheads, replay),
     *(exchanges, outer_moves, volumes),
-    *(products, attention, compute, overlap, update, pipeline_rank, pipeline_step, core_turns, measured),
+    *(products, attention, compute, overlap, update, pipeline_rank, rank_update, pipeline_step, core_turns, measured),
 )
 
 FORMULAS: Mapping[str, Formula] = {key: formula for each in _MODULES for key, formula in each.FORMULAS.items()}

@@ -16,8 +16,8 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.core_turns import step_terms
-from terrazzo.planner.timing.pipeline_rank import copy_s
 from terrazzo.planner.timing.pipeline_step import PipelineStep, bubble_of_equal_stages
+from terrazzo.planner.timing.rates import copy_s
 
 __all__ = ["FORMULAS", "computation_s", "copied_bytes", "fitted_pace", "line_terms", "measured_step", "measured_terms"]
 
@@ -37,8 +37,9 @@ FASTEST, SLOWEST = 0.05, 1000.0
 
 
 def computation_s(setup: Setup) -> float:
-    """Seconds of a step in which the device computes, by its figures."""
-    return sum(term.value for term in PipelineStep(setup).slowest.pass_terms() if term.formula in COMPUTATION)
+    """Seconds of a step in which the device computes that computes longest, by its figures."""
+    ranks = set(PipelineStep(setup).ranks)
+    return max(sum(term.value for term in rank.pass_terms() if term.formula in COMPUTATION) for rank in ranks)
 
 
 def measured_step(setup: Setup, record: Calibration) -> PipelineStep:

@@ -1,22 +1,17 @@
-"""One rank along pp in one step: the seconds of its blocks, of its communication and of its optimizer."""
+"""One rank along pp in one step: the seconds of its stages, and of the communication around them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
-from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.caching import once_per_setup
 from terrazzo.planner.figures import Formula, Term
-from terrazzo.planner.layout.buckets import buckets, trained_unit
 from terrazzo.planner.layout.placement import Placement, placed_units
 from terrazzo.planner.layout.stages import blocks_of_chunks
-from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.network import Network
-from terrazzo.planner.machine.transfers import Link, UnitTransfer, When
-from terrazzo.planner.memory.matrices import MatrixUpdates, matrix_updates
+from terrazzo.planner.machine.transfers import UnitTransfer, When
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.attention import attention_bytes, attention_flops, attention_rate, forward_share
@@ -25,17 +20,16 @@ from terrazzo.planner.timing.compute import (
     block_seconds,
     head_seconds,
     launch_seconds,
-    optimizer_bytes,
 )
 from terrazzo.planner.timing.overlap import CONTENTION, BlockRow, Exposure, block_exposure, root_exposure
-from terrazzo.planner.timing.rates import memory_rate, sustained_rate
+from terrazzo.planner.timing.rank_update import RankUpdate
+from terrazzo.planner.timing.rates import copy_s, memory_rate
 from terrazzo.planner.timing.timeline import PassSeconds
-from terrazzo.planner.timing.update import AVERAGE_SHARE, UnitUpdate, exposed_s
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
 from terrazzo.planner.traffic.outer_moves import outer_moves
 from terrazzo.planner.traffic.volumes import matrix_moves, repetitions, unit_copies, unit_moves
 
-__all__ = ["FORMULAS", "PCIE_COPY_SHARE", "PipelineRank", "copy_s"]
+__all__ = ["FORMULAS", "PipelineRank"]
 
 TENSOR_HIDDEN = 0.5
 """The share of tensor-parallel communication in backward that the weight gradients' products hide where it runs beside
@@ -46,15 +40,6 @@ ASYNC_HIDDEN = 0.4
 without with Llama 3 8B on 64 H100, and 9 % with 70B on 256, which spend 27 and 18 % of a step on these exchanges here
 (pytorch/torchtitan/benchmarks/asyncTP_llama3_h100_2025-06): a third and a half of them."""
 
-PCIE_COPY_SHARE = 0.80
-"""What pinned copies reach of a PCIe link's bandwidth: 24.8 of 31.5 GB/s, 55.6 of 63 (forums.developer.nvidia.com,
-thread 352186)."""
-
-HOST_ADAM = 3e9
-"""Elements per second that the CPUs of one host update, all its ranks together: reported are 1.6 to 4 thousand million
-(ZeRO-Offload, arXiv 2101.06840, table 4; deepspeedai/DeepSpeed blogs/deepspeed-zenflow)."""
-
-
 FORMULAS = {
     "time.tensor": Formula(
         f"micro_batches * layers * waits_s; seconds of a layer's collectives; hidden are {TENSOR_HIDDEN:g} of those of "
@@ -62,21 +47,7 @@ FORMULAS = {
         "attention hides",
         "arXiv 2205.05198 section 4; pytorch/torchtitan benchmarks; ring attention, arXiv 2310.01889",
     ),
-    "time.matrices": Formula(
-        "pace * flops / rate, of bf16 products; flops of a matrix of sides m <= n are iterations * (4 m^2 n + 2 m^3), "
-        "one after the other on the rank that has most of them, of each exchange",
-        "Jordan et al. 2024; terrazzo/engine/optim/matrices/matrix_owners.py",
-    ),
 }
-
-
-def copy_s(cluster: Cluster, link: Link, sent_bytes: float) -> float:
-    """Seconds of a rank's copies over PCIe, or to disks, which the ranks of a host share. The link must be known."""
-    if link is Link.PCIE:
-        assert cluster.device.pcie_bandwidth is not None
-        return sent_bytes / (cluster.device.pcie_bandwidth * PCIE_COPY_SHARE)
-    assert cluster.disk_bandwidth is not None
-    return sent_bytes * cluster.ranks_per_host / cluster.disk_bandwidth
 
 
 @dataclass(frozen=True)
@@ -136,6 +107,19 @@ def _hidden_along_tp(setup: Setup, when: When) -> float:
     return TENSOR_HIDDEN if setup.tensor_overlap == "backward" and when is When.BACKWARD else 0.0
 
 
+@once_per_setup
+def _move_seconds(setup: Setup, unit: UnitShape, placement: Placement, free: bool) -> dict[When, float]:
+    """Seconds of the collectives and copies of a unit's states at each moment but the update's."""
+    network, seconds = Network(setup.cluster.device, free), dict[When, float]()
+    for move in unit_moves(setup, unit, placement):
+        seconds[move.when] = seconds.get(move.when, 0.0) + network.move_s(move)
+    for move in unit_copies(unit, placement):
+        if move.when is not When.UPDATE:
+            copied_s = copy_s(setup.cluster, network.link(move.over), move.sent_bytes)
+            seconds[move.when] = seconds.get(move.when, 0.0) + copied_s
+    return seconds
+
+
 class PipelineRank:
     """Rank `pp_rank` along pp, of any of the other axes. The device's rates and links must be known.
 
@@ -152,6 +136,11 @@ class PipelineRank:
         self._head = head_seconds(setup).at(pace) if pp_rank == setup.mesh.pp - 1 else Seconds()
         rows = [row for row in self._units if row.unit.block or not row.unit.is_root]
         self._blocks = [_Blocks(*row, *_costs(setup, row.unit, pace, not waits)) for row in rows]
+        self._update = RankUpdate(setup, pp_rank, pace, self._passes_of)
+
+    def _passes_of(self, unit: UnitShape) -> PassSeconds:
+        """Seconds of one of these units in one micro-batch."""
+        return next((part.passes for part in self._blocks if part.unit is unit), PassSeconds(0.0, 0.0))
 
     @cached_property
     def busy_s(self) -> float:
@@ -182,7 +171,7 @@ class PipelineRank:
         they do not divide by are cut there so that the head takes a layer's place (arXiv 2407.21783, section 3.3.2).
         """
         head, chunks = PassSeconds(self._head.forward, self._head.backward), self.setup.virtual_stages
-        if len(stages) == chunks:
+        if self.setup.staged:
             return [*stages[:-1], _added(stages[-1], head)]
         if takes_place := self.setup.model.layers % (self.setup.mesh.pp * chunks) > 0:
             stages = [_added(stages[0], head)]
@@ -219,12 +208,12 @@ class PipelineRank:
     @cached_property
     def exposure(self) -> Exposure:
         """Data-parallel communication, and copies of weights and gradients from and to the host, of a step."""
-        root = Exposure(0.0, 0.0)
+        root, free = Exposure(0.0, 0.0), self._network.free
         for unit, _, placement in self._roots:
-            root += root_exposure(self._unit_moves(unit, placement), repetitions(self.setup, unit))
+            root += root_exposure(_move_seconds(self.setup, unit, placement, free), repetitions(self.setup, unit))
         rows = []
         for part in self._blocks:
-            moves = {} if part.unit.is_root else self._unit_moves(part.unit, part.placement)
+            moves = {} if part.unit.is_root else dict(_move_seconds(self.setup, part.unit, part.placement, free))
             if self.setup.staged:  # sums over ranks come when all has run
                 alone = part.count * moves.pop(When.LAST, 0.0)
                 root += Exposure(alone, alone)
@@ -240,22 +229,20 @@ class PipelineRank:
         repeats = repetitions(self.setup, self.setup.model.root)
         return root + block_exposure(rows, repeats, self.setup.prefetch, beside)
 
-    def _unit_moves(self, unit: UnitShape, placement: Placement) -> dict[When, float]:
-        seconds: dict[When, float] = {}
-        for move in unit_moves(self.setup, unit, placement):
-            seconds[move.when] = seconds.get(move.when, 0.0) + self._network.move_s(move)
-        for move in unit_copies(unit, placement):
-            if move.when is not When.UPDATE:
-                copied_s = copy_s(self.setup.cluster, self._network.link(move.over), move.sent_bytes)
-                seconds[move.when] = seconds.get(move.when, 0.0) + copied_s
-        return seconds
-
     @property
     def work_s(self) -> float:
         """Seconds in which the rank keeps a core busy in a step: it computes, hands on bytes or updates."""
         sent = sum(self._network.move_s(move) for move in self._messages if move.kind == "send")
         handed_on = self.exposure.total + self.setup.micro_batches * sent
-        return self.busy_s + handed_on + sum(term.value for term in self.update_terms())
+        return self.busy_s + handed_on + sum(term.value for term in self.update_terms)
+
+    @cached_property
+    def behind_s(self) -> float:
+        """Seconds of a step beside its turns in the pipeline: communication that nothing hides or that is in
+        computation's way, and the optimizer's.
+        """
+        waits = self.exposure.exposed + CONTENTION * self.exposure.hidden
+        return waits + sum(term.value for term in self.update_terms)
 
     # -- terms -------------------------------------------------------------------------------------------------
 
@@ -324,68 +311,10 @@ class PipelineRank:
         put_together = self.setup.virtual_stages * self._before_sending.both
         return self.setup.micro_batches * (waits + self._root_waits.both + put_together)
 
+    @property
     def update_terms(self) -> list[Term]:
         """Of the optimizer's step."""
-        rows = [(unit, count, own, trained_unit(unit, own).optim_numel) for unit, count, own in self._units]
-        here = sum(count * owned for _, count, placement, owned in rows if placement.tiers.optim == "device")
-        moved, bandwidth = optimizer_bytes(self.setup, here, self._whole), memory_rate(self.setup.cluster.device)
-        terms = [_term("optimizer step", moved / bandwidth, "time.optimizer", bytes=moved, bandwidth=bandwidth)]
-        if flops := self._matrices.flops:
-            rate = self._orthogonal_rate
-            terms.append(
-                _term("Newton-Schulz iterations", self._pace * flops / rate, "time.matrices", flops=flops, rate=rate)
-            )
-        if all(placement.tiers == ON_DEVICE for _, _, placement, _ in rows):
-            return terms
-        updates = [[self._update_of(unit, placement, owned)] * count for unit, count, placement, owned in rows]
-        return [*terms, self._offloaded_update(list(chain.from_iterable(updates)))]
-
-    @property
-    def _whole(self) -> int:
-        """Elements of the first rank that are of matrices which are updated whole, their states on the device."""
-        counted = ((count, bucket) for unit, count, placement in self._units for bucket in buckets(unit, placement))
-        here = ((count, bucket) for count, bucket in counted if bucket.trainable and not bucket.updated_off_device)
-        return sum(count * bucket.runs.matrices for count, bucket in here)
-
-    @cached_property
-    def _matrices(self) -> MatrixUpdates:
-        return matrix_updates(self.setup, self._pp_rank)
-
-    @property
-    def _orthogonal_rate(self) -> float:
-        """FLOP/s of products in bf16, in which matrices are made orthogonal; where not known, of those of the model."""
-        device = self.setup.cluster.device
-        return sustained_rate(device, "bf16") or sustained_rate(device, self.setup.matmul) or 1.0
-
-    def _update_of(self, unit: UnitShape, placement: Placement, owned: int) -> UnitUpdate:
-        """What one unit's update takes away from the device, and its computation that it can hide behind."""
-        copies = {Link.PCIE: 0.0, Link.DISK: 0.0}
-        for move in unit_copies(unit, placement):
-            if move.when is When.UPDATE:
-                link = self._network.link(move.over)
-                copies[link] += copy_s(self.setup.cluster, link, move.sent_bytes)
-        elements = owned * self.setup.cluster.ranks_per_host if placement.tiers.optim != "device" else 0
-        forward, backward = next((part.passes for part in self._blocks if part.unit is unit), PassSeconds(0.0, 0.0))
-        at_once = any(bucket.runs.matrices for bucket in buckets(unit, placement) if bucket.updated_off_device)
-        host_s = elements * (1 + AVERAGE_SHARE * self.setup.ema) / HOST_ADAM
-        return UnitUpdate(host_s, copies[Link.PCIE], copies[Link.DISK], forward, backward, at_once)
-
-    @property
-    def _offloaded_step(self) -> str:
-        """How updates away from the device are hidden: an average of the weights is taken when all have ended."""
-        return "synchronous" if self.setup.ema else self.setup.offload.step
-
-    def _offloaded_update(self, updates: list[UnitUpdate]) -> Term:
-        total, exposed = sum(each.seconds for each in updates), exposed_s(updates, self._offloaded_step)
-        parts = {
-            "elements": sum(each.host_s for each in updates) * HOST_ADAM,
-            "rate": HOST_ADAM,
-            "pcie_s": sum(each.pcie_s for each in updates),
-            "disk_s": sum(each.disk_s for each in updates),
-        }
-        return _term(
-            "update of offloaded states", exposed, "time.host", total_s=total, hidden_s=total - exposed, **parts
-        )
+        return self._update.terms
 
 
 def _added(one: PassSeconds, other: PassSeconds) -> PassSeconds:

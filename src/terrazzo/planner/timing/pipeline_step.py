@@ -1,4 +1,4 @@
-"""All ranks along pp in one step: the slowest one's terms, and what it waits for the others."""
+"""All ranks along pp in one step: the terms of the one that ends last, and what it waits for the others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["FORMULAS", "PipelineStep", "bubble_of_equal_stages"]
 
 FORMULAS = {
     "time.bubble": Formula(
-        "played_s - busy_s; busy_s of the slowest rank, played_s when the last backward ends if each rank runs its "
-        "actions as soon as what they need is there, with what each stage takes; of equal stages and full rounds "
+        "played_s - busy_s; of the rank whose step ends last, played_s when its last backward ends if each rank runs "
+        "its actions as soon as what they need is there, with what each stage takes; of equal stages and full rounds "
         "busy_s * (1 + (pp - 1) / (virtual_stages * micro_batches)), a third of the share under zero_bubble",
         "terrazzo/parallel/pipeline/schedules.py; arXiv 2104.04473 section 2.2; arXiv 2401.10241 table 2",
     ),
@@ -47,10 +47,22 @@ class PipelineStep:
             ranks.append(made[alike])
         self.ranks = tuple(ranks)
 
-    @cached_property
+    @property
     def slowest(self) -> PipelineRank:
-        """The rank that computes longest: in its blocks, or in the head of the last."""
-        return max(self.ranks, key=lambda rank: rank.busy_s)
+        """The rank whose step ends last: with its last turn, what it sums then, and its update."""
+        return self.ranks[self._slowest_at]
+
+    @cached_property
+    def _slowest_at(self) -> int:
+        """Where it is along pp."""
+        if len(self.ranks) == 1:
+            return 0
+        step_ends = [end_s + rank.behind_s for end_s, rank in zip(self._ends(self._send_s), self.ranks, strict=True)]
+        return step_ends.index(max(step_ends))
+
+    def _ends(self, send_s: float) -> list[float]:
+        """When each rank has ended its last turn."""
+        return self._schedule.ends_of_ranks([rank.passes for rank in self.ranks], send_s)
 
     @property
     def timeline(self) -> Timeline:
@@ -61,12 +73,11 @@ class PipelineStep:
         """The terms of the step; they add up to it, but for what ranks wait for cores that they share."""
         slowest = self.slowest
         waiting = self._waiting() if len(self.ranks) > 1 else []
-        return [term for term in (*slowest.pass_terms(), *waiting, *slowest.update_terms()) if term.value]
+        return [term for term in (*slowest.pass_terms(), *waiting, *slowest.update_terms) if term.value]
 
     def _waiting(self) -> list[Term]:
-        """What the slowest rank waits for the others, and for messages on their way."""
-        passes = [rank.passes for rank in self.ranks]
-        played_s, with_messages_s = (self._schedule.seconds(passes, send_s) for send_s in (0.0, self._send_s))
+        """What the slowest rank waits for the others until its last turn, and for messages on their way."""
+        played_s, with_messages_s = (self._ends(send_s)[self._slowest_at] for send_s in (0.0, self._send_s))
         sent_s = max(0.0, with_messages_s - played_s)
         inputs = {"with_messages_s": with_messages_s, "played_s": played_s, "send_s": self._send_s}
         sent = Term("pipeline communication", sent_s, sent_s, "time.send", inputs, "s")

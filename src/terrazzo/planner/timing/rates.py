@@ -1,12 +1,15 @@
-"""What devices reach of their peaks: matrix products, throughout a step too, and reading and writing memory."""
+"""What devices reach of their peaks: matrix products, throughout a step too, reading and writing memory, and copies."""
 
 from __future__ import annotations
 
-from terrazzo.planner.machine.devices import Device
+from terrazzo.planner.machine.devices import Cluster, Device
+from terrazzo.planner.machine.transfers import Link
 
 __all__ = [
     "MEMORY_SHARE",
+    "PCIE_COPY_SHARE",
     "SUSTAINED_SHARE",
+    "copy_s",
     "matmul_rate",
     "memory_rate",
     "power_share",
@@ -36,6 +39,10 @@ A100_WATTS_PER_FLOPS = 400 / 271.2e12
 
 MEMORY_SHARE = 0.85
 """What elementwise kernels reach of the memory's bandwidth."""
+
+PCIE_COPY_SHARE = 0.80
+"""What pinned copies reach of a PCIe link's bandwidth: 24.8 of 31.5 GB/s, 55.6 of 63 (forums.developer.nvidia.com,
+thread 352186)."""
 
 
 def matmul_rate(device: Device, matmul: str) -> float | None:
@@ -79,3 +86,12 @@ def memory_rate(device: Device) -> float:
     """What elementwise kernels read and write, B/s. The device's bandwidth must be known."""
     assert device.memory_bandwidth is not None
     return device.memory_bandwidth * MEMORY_SHARE
+
+
+def copy_s(cluster: Cluster, link: Link, sent_bytes: float) -> float:
+    """Seconds of a rank's copies over PCIe, or to disks, which the ranks of a host share. The link must be known."""
+    if link is Link.PCIE:
+        assert cluster.device.pcie_bandwidth is not None
+        return sent_bytes / (cluster.device.pcie_bandwidth * PCIE_COPY_SHARE)
+    assert cluster.disk_bandwidth is not None
+    return sent_bytes * cluster.ranks_per_host / cluster.disk_bandwidth

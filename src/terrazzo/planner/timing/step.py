@@ -1,6 +1,6 @@
 """How long one optimizer step takes, and what bounds it.
 
-The step is that of the slowest rank along pp: what its blocks, and its head, need for all micro-batches, the
+The step is that of the rank along pp that ends last: what its blocks, and its head, need for all micro-batches, the
 communication that nothing hides, the pipeline's idle time, the optimizer, and copies to host and disk.
 """
 

@@ -95,7 +95,12 @@ class StageSchedule(NamedTuple):
 
     def seconds(self, passes: Sequence[Sequence[tuple[float, float]]], send_s: float = 0.0) -> float:
         """Seconds until the last backward has ended. The arguments and errors are those of `timeline`."""
-        return max(self._ends(passes, send_s))
+        return max(self.ends_of_ranks(passes, send_s))
+
+    def ends_of_ranks(self, passes: Sequence[Sequence[tuple[float, float]]], send_s: float = 0.0) -> list[float]:
+        """Seconds until each rank has ended its last turn. The arguments and errors are those of `timeline`."""
+        ends = self._ends(passes, send_s)
+        return [ends[place] for place in _played(self).last]
 
     def timeline(self, passes: Sequence[Sequence[tuple[float, float]]], send_s: float = 0.0) -> Timeline:
         """Have each rank run its actions as soon as it has ended the one before, and what it is given has come.
@@ -108,7 +113,7 @@ class StageSchedule(NamedTuple):
             BadInput: micro-batches that do not make rounds of one size.
         """
         spans: list[list[Span]] = [[] for _ in range(self.ranks)]
-        actions, turns = _played(self)
+        actions, turns, _ = _played(self)
         lasting = self._lasting(passes)
         for action, turn, end_s in zip(actions, turns, self._ends(passes, send_s)[1:], strict=True):
             if action.micro_batch < self.micro_batches:
@@ -168,10 +173,15 @@ class _Turn(NamedTuple):
 
 
 class _Played(NamedTuple):
-    """All actions of a step, each behind those that it waits for."""
+    """All actions of a step, each behind those that it waits for.
+
+    Attributes:
+        last: the place in `turns`, counted from 1, of each rank's last.
+    """
 
     actions: list[Action]
     turns: list[_Turn]
+    last: list[int]
 
 
 _KINDS = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2, ActionKind.WEIGHT: 3}
@@ -181,7 +191,8 @@ _KINDS = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2, ActionKind.WEIGHT: 3}
 def _played(schedule: StageSchedule) -> _Played:
     ranks, last = schedule.ranks, schedule.ranks * schedule.chunks - 1
     orders = actions_of(schedule.name, ranks, schedule.chunks, schedule.places)
-    played, place_of, own = _Played([], []), dict[Action, int](), [0] * ranks
+    own, place_of = [0] * ranks, dict[Action, int]()
+    played = _Played([], [], own)
     left = [iter(order) for order in orders]
     waiting = [next(order, None) for order in left]
     while any(waiting):
