@@ -90,7 +90,7 @@ def test_texts_of_places(text: str, place: Place) -> None:
     assert Place.parse(text) == place
 
 
-@pytest.mark.parametrize("text", ["", " ", "D@", "D@ ", "@cpu", "S,-", "-,-", "D,,S", "S,"])
+@pytest.mark.parametrize("text", ["", " ", "D@", "D@ ", "@cpu", "S,-", "-,-", "D,,S", "S,", "D,D"])
 def test_texts_that_leave_something_out_are_no_places(text: str) -> None:
     with pytest.raises(BadInput, match=r"is no place of a state\. Write the axes"):
         Place.parse(text)

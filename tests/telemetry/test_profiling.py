@@ -256,7 +256,7 @@ def test_the_command_passes_on_signals_output_and_the_exit_code(tmp_path: Path) 
     assert "bounds the step" in done.stderr
     assert "3 steps seen" in done.stderr
     lines = [json.loads(line) for line in (tmp_path / "seen/metrics.jsonl").read_text().splitlines()]
-    assert [(line["kind"], line["step"]) for line in lines] == [("step", 1), ("step", 3)]
+    assert [(line["kind"], line["step"]) for line in lines] == [("step", 1), ("step", 3), ("end", 3)]
 
 
 COUNTS = """

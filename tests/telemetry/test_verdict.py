@@ -190,9 +190,20 @@ def test_exposed_communication_is_named_by_axis_without_waits_for_late_ranks() -
 
 
 GUIDE = (Path(__file__).parents[2] / "docs/guides/slow-runs.md").read_text()
+AXES = {"cp", "pp"}
 ROWS_OF_EDITS = re.findall(
     r"^\| (`.*) \| (.*) \| (.*) \|$", GUIDE.split("## From the verdict")[1].split("\n## ")[0], re.M
 )
+
+
+def test_waits_for_other_stages_are_the_pipelines_and_name_the_longest() -> None:
+    sends = {"pp send": {"n": 8.0, "sent_bytes": 8.0, "total_s": 0.6, "exposed_s": 0.6, "late_s": 0.0}}
+    found = of([record(step, sends) | {"skew": {"compute_s": [0.2, 0.9]}} for step in range(1, 9)])
+    assert found.axis == "pp"
+    assert str(found).startswith(
+        "the pipeline along pp bounds the step: 0.600 of 1.00 s (60%) is waiting for what other stages"
+    )
+    assert "; rank 1 computes longest, 0.900 s beside 0.200" in str(found)
 
 
 @pytest.mark.parametrize(("bounds", "has", "edits"), ROWS_OF_EDITS)
@@ -206,15 +217,17 @@ def test_the_edits_of_the_guide_are_those_that_a_verdict_names(bounds: str, has:
             within = within.setdefault(section, {})
         within[last] = yaml.safe_load(value)
     run = settings(**given)
-    for bound in set(re.findall(r"`(\w+)`", bounds)) - {"cp"}:
+    names = re.findall(r"`(\w+)`", bounds)
+    axis = next((name for name in names if name in AXES), "")
+    for bound in set(names) - AXES:
         left = re.findall(r"`([\w.]+=.*?)`", edits)
         for number, edit in enumerate(left):
-            assert edit_for(bound, "cp", run, lambda each, before=left[:number]: each not in before) == (edit, True)  # type: ignore[misc]
-        assert not edit_for(bound, "cp", run, lambda each, before=left: each not in before).is_code  # type: ignore[misc]
+            assert edit_for(bound, axis, run, lambda each, before=left[:number]: each not in before) == (edit, True)  # type: ignore[misc]
+        assert not edit_for(bound, axis, run, lambda each, before=left: each not in before).is_code  # type: ignore[misc]
 
 
 def test_the_guide_has_every_bound_that_a_setting_helps_against() -> None:
-    named = {bound for bounds, _, _ in ROWS_OF_EDITS for bound in re.findall(r"`(\w+)`", bounds)} - {"cp"}
+    named = {bound for bounds, _, _ in ROWS_OF_EDITS for bound in re.findall(r"`(\w+)`", bounds)} - AXES
     assert named == BOUNDS.keys()
 
 
@@ -282,8 +295,8 @@ def test_what_takes_much_but_unevenly_is_not_said_to_take_nothing() -> None:
 
 
 def test_all_that_may_bound_a_step_has_a_row_of_words() -> None:
-    assert {*TIME_CAUSES, "late_rank", "device", "host"} == set(BOUNDS)
-    assert [name for name, row in BOUNDS.items() if not row.color] == ["device", "host", "late_rank"]
+    assert {*TIME_CAUSES, "stages", "late_rank", "device", "host"} == set(BOUNDS)
+    assert [name for name, row in BOUNDS.items() if not row.color] == ["device", "host", "stages", "late_rank"]
 
 
 def test_an_update_counts_where_the_plan_could_divide_it() -> None:

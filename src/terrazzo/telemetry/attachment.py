@@ -147,6 +147,7 @@ def attach(  # structure: signature fixed by what the records of a run have
     def check() -> None:
         _check_model(engine)
         _check_numbers(every, micro_batches, first_step, stall_s)
+        _check_stages(engine, micro_batches)
 
     there = RunFolder(Path(folder))
     events = there.tensorboard if tensorboard else None
@@ -186,6 +187,14 @@ def _check_numbers(every: int, micro_batches: int, first_step: int, stall_s: flo
         raise BadInput(f"tz.telemetry.attach was given stall_s={stall_s!r}: use seconds above 0, or None for no limit.")
     if not is_count(first_step, least=0):
         raise BadInput(f"tz.telemetry.attach was given first_step={first_step}: use 0 or more.")
+
+
+def _check_stages(engine: Engine, micro_batches: int) -> None:
+    if micro_batches < (stages := engine.axes.size(engine.axes.stage_axis)):
+        raise BadInput(
+            f"tz.telemetry.attach was given micro_batches={micro_batches} of a pipeline of {stages} ranks, which a step"
+            f" of fewer than {stages} does not fill: give the number that a step of your loop has."
+        )
 
 
 def _sinks(path: Path, events: Path | None, first_step: int) -> list[Sink]:

@@ -66,11 +66,12 @@ class Place:
         """The place that a text says: `"-"`, `"D"`, `"S,R"`, `"dp_shard"`, `"D@cpu"`, `"D@cpu:0.7"`.
 
         Raises:
-            BadInput: an axis or a tier that is empty, or `-` beside an axis.
+            BadInput: an axis or a tier that is empty, an axis that is there twice, or `-` beside an axis.
         """
         axes, at, tier = text.partition("@")
         names = tuple(part.strip() for part in axes.split(","))
-        if "" in names or ("-" in names and len(names) > 1) or (at and not tier.strip()):
+        is_wrong = "" in names or len({*names}) < len(names) or ("-" in names and len(names) > 1)
+        if is_wrong or (at and not tier.strip()):
             raise BadInput(
                 f"{text!r} is no place of a state. Write the axes that it is split over, such as 'D' or 'S,R', or '-' "
                 "alone for a whole copy on every rank; off the device '@' and a tier follow, such as 'D@cpu'."

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from terrazzo.errors import BadInput
+from terrazzo.messages import listed
 from terrazzo.parallel.peft_adapters import base_of
 
 __all__ = ["own_line", "own_tied"]
@@ -39,5 +41,10 @@ def _line_of(model: nn.Module) -> list[str] | None:
     if not theirs:
         return None
     base = f"{own.base_model_prefix}."
+    if absent := sorted(set(theirs) - {name for name, _ in model.named_modules()}):
+        raise BadInput(
+            f"The pp_plan of {type(model).__name__} names {listed(absent)}, which it does not have: give its line"
+            " yourself, as tz.Pipeline(line=[...])."
+        )
     modules = {name: model.get_submodule(name) for name in sorted(theirs, key=lambda name: not name.startswith(base))}
     return [f"{name}.*" if isinstance(module, nn.ModuleList) else name for name, module in modules.items()]

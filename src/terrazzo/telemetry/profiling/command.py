@@ -74,6 +74,7 @@ def profile(command: Sequence[str], folder: Path) -> ProfiledScript:
         there.metrics.unlink()  # so that the folder can be used for the command as it should be
         raise
     merging.merge(at_end=True)
+    sink.log("end", merging.made, {})
     sink.close()
     try:
         there.script.write_text(json.dumps(merging.facts))

@@ -75,6 +75,13 @@ BOUNDS: dict[str, BoundRow] = {
         "A smaller group, or one that stays inside a machine,",
         "#8f5fbf",
     ),
+    "stages": BoundRow(
+        "exchange",
+        "the pipeline",
+        "is waiting for what other stages compute, and for it to arrive",
+        "More micro-batches in a step, stages that take equally long, or a shorter {axis} axis would help",
+        "More micro-batches in a step, and stages that take equally long,",
+    ),
     "late_peer": BoundRow(
         "late",
         "waiting for late ranks",

@@ -63,6 +63,7 @@ def _candidates(cause: str, axis: str, settings: ConfigValues) -> list[str]:
         "gather": _gathering,
         "reduce": _reducing,
         "exchange": lambda all_: _shorter(all_, axis),
+        "stages": lambda all_: [*_fuller(all_), *_shorter(all_, axis)],
         "tier": _nearer,
         "update": lambda all_: ["plan.name=zero1"] if all_["plan"]["name"] == "zero0" else [],
         "evaluate": lambda all_: _rarer(all_, "eval_every", "train"),
@@ -105,6 +106,14 @@ def _larger(settings: ConfigValues) -> list[str]:
 def _shorter(settings: ConfigValues, axis: str) -> list[str]:
     ranks = settings["plan"]["mesh"].get(axis)
     return [f"plan.mesh.{axis}={ranks // 2}"] if isinstance(ranks, int) and ranks > 1 and ranks % 2 == 0 else []
+
+
+def _fuller(settings: ConfigValues) -> list[str]:
+    """A pipeline of more micro-batches, or of more and smaller stages."""
+    size, pipeline = settings["batch"]["micro_batch"], settings["parallel"]["pipeline"]
+    smaller = [f"batch.micro_batch={size // 2}"] if size % 2 == 0 else []
+    is_plain = pipeline["schedule"] == "1f1b" and pipeline["chunks"] == 1
+    return smaller + (["parallel.pipeline.chunks=2"] if is_plain else [])
 
 
 def _nearer(settings: ConfigValues) -> list[str]:

@@ -167,10 +167,12 @@ def _causes(records: Sequence[StepRecord]) -> list[_Cause]:
         axis, _, kind = key.rpartition(" ")
         if kind != "control":
             cause = "exchange" if axis in _ACTIVATIONS else CAUSE_OF_KIND.get(kind, "exchange")
+            cause = "stages" if axis == "pp" and kind == "send" else cause
             exchanges.setdefault((cause, axis), []).append(key)
     for (cause, axis), keys in exchanges.items():
         each = [sum(_exposed(record, key) for key in keys) for record in records]
-        causes.append(_Cause(cause, mean_over_steps(records, each), each, axis))
+        known = _busiest(records) if cause == "stages" else ""
+        causes.append(_Cause(cause, mean_over_steps(records, each), each, axis, known=known))
     return [*causes, _late(records)]
 
 
@@ -197,6 +199,15 @@ def _of(records: Sequence[StepRecord], name: str, *names: str) -> _Cause:
 def _exposed(record: StepRecord, key: str) -> float:
     row = record.get("comm", {}).get(key, {})
     return max(0.0, row.get("exposed_s", 0.0) - row.get("late_s", 0.0))
+
+
+def _busiest(records: Sequence[StepRecord]) -> str:
+    """The rank that computes longest, in words; empty where records do not have it."""
+    tables = [record.get("skew", {}).get("compute_s", []) for record in records]
+    if min(map(len, tables)) < 2:
+        return ""
+    ranks = [mean_over_steps(records, column) for column in zip(*tables, strict=True)]
+    return f"; rank {ranks.index(max(ranks))} computes longest, {_seconds(max(ranks))} s beside {_seconds(min(ranks))}"
 
 
 def _late(records: Sequence[StepRecord]) -> _Cause:
