@@ -98,7 +98,10 @@ def test_texts_that_leave_something_out_are_no_places(text: str) -> None:
         Plan(text, "-", "-", "D")
 
 
-@given(st.lists(st.sampled_from(["S", "R", "D", S, R, "cp"]), max_size=3), st.sampled_from(["device", "cpu", "nvme"]))
+AXES = st.lists(st.sampled_from(["S", "R", "D", S, R, "cp"]), max_size=3, unique=True)
+
+
+@given(AXES, st.sampled_from(["device", "cpu", "nvme"]))
 def test_a_place_is_parsed_from_its_own_text(axes: list[str], tier: str) -> None:
     place = Place(tuple(axes), tier)
     assert Place.parse(str(place)) == place
