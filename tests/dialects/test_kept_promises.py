@@ -150,3 +150,34 @@ def test_accelerates_fp8_is_lost_in_lightning_by_name() -> None:
         each for each in converted("accelerate", "lightning", document).verdicts if each.key == "mixed_precision"
     )
     assert verdict.kind == "lossy" and "precision.linears" in verdict.why
+
+
+# -- the scheduler of the DeepSpeed document -----------------------------------------------------------------------
+
+
+def scheduled(kind: str, **params: Any) -> Conversion:
+    source = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "scheduler": {"type": kind, "params": params},
+    }
+    return converted("deepspeed", "trainer", source, world=8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("OneCycle", {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-4, "cycle_first_step_size": 10}),
+        ("WarmupDecayLR", {"warmup_num_steps": 10, "total_num_steps": 100, "warmup_type": "log"}),
+        ("WarmupDecayLR", {"warmup_num_steps": 10, "total_num_steps": 100, "warmup_type": "linear"}),
+    ],
+)
+def test_a_schedule_that_the_trainer_lacks_stays_in_the_document_that_it_obeys(kind: str, params: Any) -> None:
+    conversion = scheduled(kind, **params)
+    assert conversion.document["deepspeed"]["scheduler"]["type"] == kind
+    assert "lr_scheduler_type" not in conversion.document
+    told = {each.kind for each in conversion.verdicts if each.key.startswith("scheduler")}
+    assert told.isdisjoint({"lossy", "refused"})
+    for path in ("schedule.name", "schedule.options", "schedule.decay_lag", "schedule.warmup_lag"):
+        assert conversion.before.value(path) == conversion.after.value(path)

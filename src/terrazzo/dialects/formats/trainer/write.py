@@ -17,10 +17,13 @@ from terrazzo.dialects.formats.nested import DEEPSPEED, joined
 from terrazzo.dialects.formats.shared.fsdp_words import wants_deepspeed
 from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
 from terrazzo.dialects.formats.trainer.keys import KEYS, MATCHED
-from terrazzo.dialects.formats.trainer.write_loop import write_loop
+from terrazzo.dialects.formats.trainer.write_loop import write_loop, write_schedule
 from terrazzo.dialects.formats.trainer.write_parallel import write_ddp, write_fsdp, write_precision
 
 __all__ = ["write"]
+
+_LENGTHS = ("schedule.total_steps", "schedule.warmup_steps", "schedule.warmup_fraction")
+"""Settings of the schedule that have fields of their own, whoever makes it."""
 
 
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
@@ -30,6 +33,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     leave_to_launcher(draft)
     if wants_deepspeed(description):
         return _with_deepspeed(draft, context)
+    write_schedule(draft)
     deferred = draft.value("batch.accumulation", 1) > 1
     if description.row == "zero0" or not description["sharding.weight"].is_set:
         write_ddp(draft)
@@ -46,15 +50,29 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
 def _with_deepspeed(draft: Draft, context: ReadingContext) -> Writing:
     inner = DEEPSPEED.written(draft.description, context)
     _switches(draft, inner.document)
-    outer = draft.finish()
-    section = _automatic(deepcopy(inner.document), outer.document)
-    kinds = {verdict.key: verdict.kind for verdict in outer.verdicts}
     own = ["batch.global_batch"]
-    if kinds.get("schedule.name") == "applied":  # the Trainer makes it, unless DeepSpeed's document has one
-        section.pop("scheduler", None)
+    stepped = "scheduler" in inner.document and _steps_better(draft.description, inner)
+    if not stepped:
+        write_schedule(draft)
         own.append("schedule.")
+    section = _automatic(deepcopy(inner.document), draft.document)
+    if not stepped:
+        section.pop("scheduler", None)
     writing = joined(draft, inner, "deepspeed", own)
     return replace(writing, document={**writing.document, "deepspeed": section})
+
+
+def _steps_better(description: Description, inner: Writing) -> bool:
+    """Whether DeepSpeed's scheduler, which the Trainer obeys where there is one, keeps more than the Trainer's own."""
+    own = Draft(description, "TrainingArguments", KEYS)
+    write_schedule(own)
+    losses = [
+        sum(
+            each.kind != "applied" for each in verdicts if each.key.startswith("schedule.") and each.key not in _LENGTHS
+        )
+        for verdicts in (inner.verdicts, own.finish().verdicts)
+    ]
+    return losses[0] < losses[1]
 
 
 def _switches(draft: Draft, document: dict[str, Any]) -> None:

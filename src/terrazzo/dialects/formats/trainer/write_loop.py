@@ -7,7 +7,7 @@ from typing import Any
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.trainer.keys import EIGHT_BITS, FIELDS, OPTIMIZERS, OWN_SCHEDULES
 
-__all__ = ["write_loop"]
+__all__ = ["write_loop", "write_schedule"]
 
 _PLAIN = {
     "batch.micro_batch": "per_device_train_batch_size",
@@ -23,7 +23,7 @@ _PLAIN = {
 
 
 def write_loop(draft: Draft) -> None:
-    """Batch, optimizer, schedule, clipping, compile, seed, saving."""
+    """Batch, optimizer, the run's length and warm-up, clipping, compile, seed, saving."""
     for path, key in _PLAIN.items():
         _field(draft, path, key)
     _batch(draft)
@@ -32,7 +32,6 @@ def write_loop(draft: Draft) -> None:
     if draft.is_set("training.clip"):
         _field(draft, "training.clip", "max_grad_norm", draft.value("training.clip", 0))
     _optimizer(draft)
-    _schedule(draft)
     _saving(draft)
     _switches(draft)
 
@@ -108,7 +107,8 @@ def _optimizer(draft: Draft) -> None:
 # -- schedule ------------------------------------------------------------------------------------------------------
 
 
-def _schedule(draft: Draft) -> None:
+def write_schedule(draft: Draft) -> None:
+    """The rate over the run, as the Trainer makes it; its length and warm-up are written by `write_loop`."""
     name, final = draft.value("schedule.name"), draft.value("schedule.final_fraction", 0.0)
     paths = ("schedule.name", "schedule.final_fraction")
     kind, options = "lr_scheduler_type", "lr_scheduler_kwargs"
