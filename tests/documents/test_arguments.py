@@ -315,3 +315,15 @@ def test_text_that_looks_like_an_option_is_written_as_a_value(tmp_path: Path) ->
 def test_a_list_that_no_argument_says_is_not_written(value: list[str]) -> None:
     with pytest.raises(BadInput, match=r"x is .*which no argument can say"):
         write_arguments({"x": value}, "train.py")
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        "if [ ! -f pretrain_gpt.py ]; then exit 1; fi",
+        "test -f pretrain_gpt.py || exit 1",
+        "echo starting pretrain_gpt.py --lr 2",
+    ],
+)
+def test_a_command_that_only_names_the_program_starts_none(guard: str) -> None:
+    assert parse_arguments(f"{guard}\ntorchrun pretrain_gpt.py --lr 1\n", "run.sh") == {"lr": 1}

@@ -27,6 +27,8 @@ _FILES_THAT_LAUNCH = ("distributed/run.py", "distributed/launch.py")
 _MODULES_THAT_LAUNCH = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _TAKES_MODULE = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed)")
 _MODULE = ("-m", "--module")
+_ONLY_NAMES = ("[", "test", "echo", "printf", "ls", "cat", "cd")
+"""Commands of the shell that start none of their words."""
 """Of these alone: to others `-m` is another word, as to `srun` and `git commit`."""
 _OPTION = re.compile(r"(?:--(?=.)|-(?=[A-Za-z][\w-]*(?:=|$)))([^=]*)(?:(=)(.*))?", re.DOTALL)
 """`--name`, `--name=value` or `-n`, but no negative number, and no text such as `-a b`."""
@@ -109,9 +111,9 @@ def _program(words: list[str]) -> int:
 
     It is the first word that ends in `.py`, or one behind it before the next option, as in `python launch.py train.py
     --lr 1`; later ones are values of its options; or the module behind `-m`. Where options come first, there is none:
-    they are arguments alone.
+    they are arguments alone; and behind a command that only tests or shows a file's name, nothing starts.
     """
-    if words[:1] and words[0].startswith("--"):
+    if words[:1] and (words[0].startswith("--") or words[0] in _ONLY_NAMES):
         return -1
     program, takes_module = -1, False
     for place, word in enumerate(words):
