@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting, SettingOrigin, SettingsByPath, build
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading
@@ -70,8 +70,6 @@ class Reader:
         self.verdicts: dict[str, KeyVerdict] = {}
         self.extras: list[Extra] = []
         self._parsed: dict[str, Any] = {}
-        self.known: list[str] = []
-        self.unknown, self.gone = "", cast("Mapping[str, str]", {})
         self._strangers = 0
         self.spelling = self._elected()
 
@@ -237,14 +235,14 @@ class Reader:
             gone: keys that it has no longer, or sections of them, and the edit.
         """
         self.keep_rows()
-        self.known, self.unknown, self.gone = list(self.keys if known is None else known), unknown, gone or {}
+        names = list(self.keys if known is None else known)
         for key in self.unread():
             if self.row_of(key) is not None:
                 self.refuse(key, f"it is {str(self.flat[key])[:60]!r}, which {self.library} does not take there")
-            elif self.flat[key] == {} and any(name.startswith(f"{key}.") for name in self.known):
+            elif self.flat[key] == {} and any(name.startswith(f"{key}.") for name in names):
                 self.mark(key, "applied", "an empty section says nothing")
             else:
-                self.refuse(key, self.stranger(key))
+                self.refuse(key, self.stranger(key, names, unknown, gone or {}))
         settings = {path: self._as_spelled(setting) for path, setting in settings.items()}
         self._name_targets(settings)
         self._keep_idle(settings)
@@ -254,13 +252,16 @@ class Reader:
         description = build(dialect, settings, tuple(self.extras), self._without_refused())
         return Reading(description, ordered, self.document, self._values())
 
-    def stranger(self, key: str) -> str:
-        """Why a key that the library does not know is refused: what it does with it, and what may have been meant."""
+    def stranger(self, key: str, known: list[str], unknown: str, gone: Mapping[str, str]) -> str:
+        """Why a key that the library does not know is refused: what it does with it, and what may have been meant.
+
+        The arguments are those of `finish`.
+        """
         name = self.canonical(key)
-        for old, edit in self.gone.items():
+        for old, edit in gone.items():
             if name == old or name.startswith(f"{old}."):
-                return f"{self.library} has no such key any more and {self.unknown}: {edit}"
-        return f"{self.library} has no such key and {self.unknown}.{self.nearest(name, self.known)}"
+                return f"{self.library} has no such key any more and {unknown}: {edit}"
+        return f"{self.library} has no such key and {unknown}.{self.nearest(name, known)}"
 
     def nearest(self, key: str, known: list[str]) -> str:
         """The known key that was meant: in the same section by its last name, else anywhere.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from terrazzo.dialects.core.dialect import ConfigDocument, ReadingContext
 from terrazzo.dialects.core.keys import row_of
 from terrazzo.dialects.core.reader import Reader
@@ -39,7 +41,7 @@ class AccelerateReader(Reader):
             if verdict.value is None and verdict.kind == "applied" and key not in kept:
                 self.keep(key, "it says nothing: the default holds", loss="harmless")
 
-    def stranger(self, key: str) -> str:
+    def stranger(self, key: str, known: list[str], unknown: str, gone: Mapping[str, str]) -> str:
         """What Accelerate does with a key that it does not know."""
         section, _, last = key.partition(".")
         if section in (*SECTIONS, "megatron_lm_config") and not last:

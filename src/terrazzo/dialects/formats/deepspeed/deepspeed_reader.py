@@ -124,7 +124,7 @@ class DeepSpeedReader(Reader):
         name = self.spelled(pattern)
         return [pattern] if name in self.flat and name not in self.verdicts else []
 
-    def stranger(self, key: str) -> str:
+    def stranger(self, key: str, known: list[str], unknown: str, gone: Mapping[str, str]) -> str:
         """What DeepSpeed does with a key that it does not know."""
         if key in ALIASES:
             return f"it is {ALIASES[key]} by another name, which is there as well: remove one of them"

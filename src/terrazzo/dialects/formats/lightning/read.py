@@ -31,10 +31,10 @@ class _LightningReader(Reader):
         super().__init__(document, "Lightning", opaque, rows_for(kind, prefix))
         self._kind, self._arguments = kind, f"{prefix}strategy.init_args."
 
-    def stranger(self, key: str) -> str:
+    def stranger(self, key: str, known: list[str], unknown: str, gone: Mapping[str, str]) -> str:
         """As of others, but for arguments of the strategy, of which its class is named."""
         if not key.startswith(self._arguments):
-            return super().stranger(key)
+            return super().stranger(key, known, unknown, gone)
         near = did_you_mean(key.removeprefix(self._arguments), ARGUMENTS[self._kind])
         return f"{self._kind} has no such argument and raises a TypeError.{near}"
 

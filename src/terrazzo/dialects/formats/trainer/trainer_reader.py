@@ -109,11 +109,11 @@ class TrainerReader(Reader):
             else:
                 self.refuse(key, f"transformers 5 has no such argument and raises a TypeError: {GONE[key].why}")
 
-    def stranger(self, key: str) -> str:
+    def stranger(self, key: str, known: list[str], unknown: str, gone: Mapping[str, str]) -> str:
         """As of others, but for what TrainingArguments pass over in `fsdp_config`."""
         name = self.canonical(key).removeprefix("fsdp_config.")
         if not key.startswith("fsdp_config."):
-            return super().stranger(key)
+            return super().stranger(key, known, unknown, gone)
         meant = MISNAMED.get(name)
         near = f" Did you mean '{meant}'?" if meant else did_you_mean(name, FSDP_KEYS)
         return f"TrainingArguments ignore it in silence: fsdp_config has no such key.{near}"
