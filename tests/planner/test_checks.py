@@ -151,6 +151,9 @@ IMPOSSIBLE = [
     ({"optimizer": "momentun"}, "There is no optimizer 'momentun'. Did you mean 'momentum'?"),
     ({"checkpointing": "selectiv"}, "Did you mean 'selective'?"),
     ({"checkpointing": "every_0"}, "every_N for one block in N"),
+    ({"checkpointing": "every_99"}, "every_99 recomputes one block in 99, and llama3-8b has 32 layers. Use an N of at"),
+    ({"strategy": "zero3@cpu:0"}, "strategy 'zero3@cpu:0' offloads nothing: its share of the units is 0. Use zero3"),
+    ({"strategy": "zero3@nvme:0.0"}, "offloads nothing"),
     (
         {"attention": "flesh"},
         "attention is 'flesh'; it is one of flash, cudnn, flash3, triton, math. Did you mean 'flash'?",

@@ -18,7 +18,7 @@ def changed(request: Request, options: str) -> Request:
     """The request with options of the command line, which are read here apart from the code that wrote them."""
     words = options.split()
     fields = {"--ac": "checkpointing", "--micro-batch": "micro_batch", "--gpus": "gpus", "--loss": "loss"}
-    fields |= {"--precision": "precision", "--tp": "tp"}
+    fields |= {"--precision": "precision", "--tp": "tp", "--cp": "cp"}
     for flag, value in zip(words[::2], words[1::2], strict=True):
         if flag == "--offload":
             assert request.plan is not None
@@ -169,3 +169,17 @@ def test_states_in_fewer_bits_are_offered_of_every_precision_that_computes_in_16
     assert list(names) == narrower
     for name in names:
         assert build_setup(Request("llama3-8b", 8, gpu="h100", strategy="zero3", precision=name)).matmul == setup.matmul
+
+
+def test_long_sequences_are_offered_in_parts_beside_layers() -> None:
+    """1 M tokens: 131,072 on each of eight ranks along cp."""
+    asked = Request("llama3.1-8b", 64, gpu="h100-sxm", strategy="zero3", sequence=2**20)
+    edits = {edit.options: edit for edit in ask(asked).best.edits}
+    (options,) = (options for options in edits if "--cp" in options and "--gpus" not in options)
+    assert edits[options].estimate.memory.fits_surely
+    again = estimate(build_setup(changed(asked, options))).memory
+    assert again.fits_surely and again.rooms == edits[options].estimate.memory.rooms
+    kept = ask(replace(asked, cp=1, tp=1)).best
+    assert not any("--cp" in edit.options or "--tp" in edit.options for edit in kept.edits)
+    if not kept.edits:
+        assert "--parallel" in kept.notes[0]

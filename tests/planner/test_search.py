@@ -533,11 +533,24 @@ def test_plan_estimates_one_strategy_and_compares_all() -> None:
     assert isinstance(plan("llama3-8b", "8..16", strategy="zero3", gpu="h100"), Frontier)
 
 
+def test_which_axes_serve_one_strategy_best_is_a_search() -> None:
+    found = plan("llama3-70b", 64, strategy="zero1", gpu="h100", parallel=True, rank_by="cost")
+    assert isinstance(found, Frontier)
+    assert {answer.setup.plan.name for answer in found.ranked} == {"zero1"}
+    assert len({answer.setup.mesh for answer in found.ranked}) > 1
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"strategy": "zero3", "parallel": True}, r"^parallel=True: that is for a search, .* leave the strategy open"),
-        ({"strategy": "zero3", "rank_by": "cost", "parallel": True}, r"^parallel=True and rank_by='cost': "),
+        (
+            {"strategy": "zero3", "rank_by": "cost"},
+            r"^rank_by \(--rank-by\): that is for a search, and one strategy on one mesh .* leave the strategy open",
+        ),
+        (
+            {"strategy": "zero3", "rank_by": "cost", "parallel": True, "gpus": None},
+            r"^parallel \(--parallel\) and rank_by \(--rank-by\): that is for a search, and no GPUs are named",
+        ),
         ({"strategy": "zero3", "offload": True}, r"^offload=True .* strategy zero3 was named: .* such as zero3@cpu"),
         ({"strategy": "zero3", "offload": True, "gpus": "8..16"}, r"^offload=True .* strategy zero3 was named"),
         (

@@ -25,6 +25,7 @@ from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.all_formulas import FORMULAS
+from terrazzo.planner.report.words import seconds_text
 from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
@@ -792,6 +793,8 @@ def test_a_capped_device_multiplies_as_fast_as_its_power_allows() -> None:
     assert sustained_rate(capped, "bf16") == pytest.approx(569e12, rel=0.08)
     assert sustained_rate(capped, "fp8") == pytest.approx(1117e12, rel=0.16)
     assert timed(build_setup(replace(asked, watts=500))).step_s > 1.05 * timed(build_setup(asked)).step_s
+    with pytest.raises(BadInput, match=r"watts is 5, and .* takes 700: it cannot be capped so far. Give 175 or more"):
+        build_setup(replace(asked, watts=5))
     with pytest.raises(BadInput, match=r"watts is 1000, and .* may draw 700: a cap lies below"):
         build_setup(replace(asked, watts=1000))
 
@@ -890,3 +893,11 @@ def test_one_block_in_n_is_the_first_of_each_n_in_time_memory_and_traffic() -> N
         lambda made: sum(term.value for term in PipelineRank(made, 0).pass_terms() if term.formula == "time.recompute"),
     ):
         assert count(fifth) == pytest.approx(count(none) + 7 / 32 * (count(full) - count(none)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(270_570, "75.2 h"), (7.2e6, "2,000 h"), (3069, "3,069 s"), (1.234, "1.23 s"), (0.0456, "45.6 ms")],
+)
+def test_seconds_are_said_in_a_unit_that_can_be_read(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text

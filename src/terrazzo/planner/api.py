@@ -51,7 +51,8 @@ OF_AXES = {"context": "cp", "pipeline": "pp", "sequence_parallel": "tp", "tensor
 def ask(request: Request, *, fewest: bool = False) -> Answer:
     """What a request takes; on one number of devices with what `terrazzo plan --calibrate` measured on as many before.
 
-    One plan where the strategy and the number of devices are named; else all choices that are open are compared.
+    One plan where the strategy and the number of devices are named, and no axis is left open by `parallel`; else all
+    choices that are open are compared.
 
     Args:
         fewest: look for the least number of devices on which it runs.
@@ -105,8 +106,8 @@ def plan(
     Args:
         model: preset such as `llama3-8b`, path of a config.json or its folder, module on meta, or number of parameters.
         gpus: devices in all, or a range such as `"8..1024"`.
-        strategy: such as `zero3`; the answer is then one `Estimate`. Without it, or with a range of devices, all
-            choices that are open are compared: a `Frontier`.
+        strategy: such as `zero3`; the answer is then one `Estimate`. Without it, with a range of devices, or with
+            `parallel`, all choices that are open are compared: a `Frontier`.
         options: further fields of `Request`: `gpu`, `sequence`, `micro_batch`, `checkpointing`, `tp`, ...
 
     On one number of devices, what `terrazzo plan --calibrate` measured on as many such before counts.
@@ -123,15 +124,18 @@ def plan(
 
 
 def _names_one(request: Request) -> bool:
-    return request.plan is not None and not isinstance(request.gpus, str)
+    axes_are_open = request.parallel and request.gpus is not None
+    return request.plan is not None and not isinstance(request.gpus, str) and not axes_are_open
 
 
 def _one(request: Request) -> Estimate:
     _check_open(request)
-    if ignored := _named_options(request, OF_SEARCHES):
+    if _named_options(request, OF_SEARCHES):
+        ignored = [f"{name} (--{name.replace('_', '-')})" for name in OF_SEARCHES if _named_options(request, [name])]
+        one = "one strategy on one mesh is a single plan" if isinstance(request.gpus, int) else "no GPUs are named"
         raise BadInput(
-            f"{' and '.join(ignored)}: that is for a search, and one strategy on one number of GPUs is a single plan. "
-            "Leave it out, leave the strategy open, or give a range of GPUs such as 8..64."
+            f"{' and '.join(ignored)}: that is for a search, and {one}. Leave it out, leave the strategy open, or give "
+            "a range of GPUs such as 8..64."
         )
     only = _estimate_here(build_setup(request))
     if only.setup.micro_batches == 1 and (ignored := _named_options(request, ["accumulate_locally"])):

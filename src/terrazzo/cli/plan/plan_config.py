@@ -13,7 +13,7 @@ from terrazzo.config import Config, MeshConfig, load_config
 from terrazzo.errors import BadInput
 from terrazzo.launch.machine import ranks_to_start
 from terrazzo.planner import Cluster, Edit, Estimate, Request, Setup
-from terrazzo.planner.choice.edits import Changed, Kinds, best_edits, narrower_names, parted_sizes
+from terrazzo.planner.choice.edits import Changed, Kinds, best_edits, narrower_names, parted_axes
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.build_setup import build_cluster
@@ -81,11 +81,14 @@ def _kinds(config: Config, setup: Setup, ranks: int) -> Kinds[ChangedSettings]:
     rounded = (
         [f"precision.{key}={value}" for key, value in _precision_keys(text).items()] for text in narrower_names(setup)
     )
-    parts = [f"plan.mesh.tp={size}" for size in parted_sizes(setup)]
+    parts = [[f"plan.mesh.{axis}={size}" for axis, size in axes.items()] for axes in parted_axes(setup)]
     counts = [ranks << power for power in range(1, 6)]
     return Kinds(
         [map(settings, each) for each in (modes, sizes, loss, tiers)],
-        [(settings(*both) for both in product(modes[-1:], more)) for more in (sizes, parts)],
+        [
+            (settings(*both) for both in product(modes[-1:], sizes)),
+            (settings(*modes[-1:], *axes) for axes in parts),
+        ],
         (settings(*each) for each in rounded),
         (Changed(f"--gpus {count}", ChangedSettings((), count)) for count in counts),
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from terrazzo.engine import MOMENTS_NAMES, PRECISIONS, Plan, StateFormat
 from terrazzo.errors import BadInput
 from terrazzo.parallel.transformers_support import CHANGED_LOGITS
+from terrazzo.planner.choice.candidates import LONG_SEQUENCE, MOST_CONTEXT
 from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.report.estimates import Edit, Estimate
 from terrazzo.planner.setup.build_setup import MOST_TRIED
@@ -26,7 +29,7 @@ __all__ = [
     "narrower_names",
     "no_edit",
     "on_more_gpus",
-    "parted_sizes",
+    "parted_axes",
 ]
 
 T = TypeVar("T")
@@ -52,9 +55,9 @@ def edits_that_fit(request: Request, misfit: Estimate, estimate: Callable[[Reque
     """Up to four ways of changing `misfit`, which `request` means and which does not fit, so that it fits.
 
     Of each kind of change the smallest is taken with which it surely fits, or else as expected: more recomputed,
-    smaller micro-batches, a loss without all logits, states elsewhere, these together or beside tensor parallelism;
-    states in fewer bits; and more GPUs. The fastest comes first, behind it what rounds states, if that is faster, and
-    more GPUs last.
+    smaller micro-batches, a loss without all logits, states elsewhere, these together or beside tensor and context
+    parallelism; states in fewer bits; and more GPUs. The fastest comes first, behind it what rounds states, if that is
+    faster, and more GPUs last.
     """
     here, setup = Changed("", request), misfit.setup
     kinds = Kinds(_alone(here, setup), _together(here, setup), _narrower(here, setup), _larger(here, setup))
@@ -91,13 +94,14 @@ def best_edits(kinds: Kinds[T], misfit: Estimate, estimate: Callable[[T], Estima
 def no_edit(setup: Setup) -> str:
     """What to do where no edit helps."""
     tried = (
-        "smaller micro-batch, activation checkpointing, chunked loss, offload, states in fewer bits, tp or "
+        "smaller micro-batch, activation checkpointing, chunked loss, offload, states in fewer bits, tp, cp or "
         if setup.model.computes
         else ""
     )
     return (
         f"No {tried}number of GPUs up to {MOST_TRIED} that was tried makes it fit: leave --strategy out, which "
-        "compares all of them, with --offload any if states may leave the device."
+        "compares all of them, with --parallel for other kinds of parallelism beside, and --offload any if states may "
+        "leave the device."
     )
 
 
@@ -293,17 +297,26 @@ def _without_logits(here: Changed[Request], setup: Setup) -> Iterator[Changed[Re
 
 
 def _parted(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
-    for size in parted_sizes(setup) if here.made.tp is None else ():
-        yield also(_leanest(here, setup), tp=size)
+    for axes in parted_axes(setup):
+        if all(getattr(here.made, axis) is None for axis in axes):
+            yield also(_leanest(here, setup), **axes)
 
 
-def parted_sizes(setup: Setup) -> Iterator[int]:
-    """Over how many GPUs that fast links join each layer may be, of a setup that has none in parts: what no number of
-    data ranks makes smaller is a whole layer.
+def parted_axes(setup: Setup) -> Iterator[dict[str, Any]]:
+    """Over how many GPUs that fast links join each layer may be, and over how many each long sequence, of a setup that
+    has none in parts; the fewest first. What no number of data ranks makes smaller is a whole layer, and a sequence.
     """
-    size = 1
-    while setup.mesh.tp == 1 and (size := 2 * size) <= min(setup.cluster.device.scaleup_domain, setup.cluster.count):
-        yield size
+    count = setup.cluster.count
+    layers = _doubled(min(setup.cluster.device.scaleup_domain, count) if setup.mesh.tp == 1 else 1)
+    long = setup.mesh.cp == 1 and setup.sequence >= LONG_SEQUENCE
+    sequences = _doubled(min(MOST_CONTEXT, count) if long else 1)
+    for tp, cp in sorted(product(layers, sequences), key=lambda axes: (math.prod(axes), axes[1])):
+        if 1 < tp * cp <= count:
+            yield {axis: size for axis, size in (("tp", tp), ("cp", cp)) if size > 1}
+
+
+def _doubled(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())]
 
 
 def _larger(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:

@@ -137,7 +137,9 @@ def parameters_text(model: ModelShape) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """`1.23 s`, `45.6 ms`, `789 µs`."""
+    """`75.2 h`, `1.23 s`, `45.6 ms`, `789 µs`."""
+    if value >= 7200:
+        return f"{value / 3600:,.0f} h" if value >= 3.6e6 else f"{value / 3600:.3g} h"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:,.3g} {unit}" if value < 1000 * size else f"{value / size:,.0f} {unit}"

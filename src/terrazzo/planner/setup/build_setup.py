@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
-from terrazzo.messages import did_you_mean
+from terrazzo.messages import counted, did_you_mean
 from terrazzo.parallel import Mode
 from terrazzo.planner.machine import devices as hardware
 from terrazzo.planner.machine.devices import Cluster, Device
@@ -49,6 +49,9 @@ MOST_TRIED = 1024
 """The most devices that are tried where no number is named."""
 
 
+LEAST_CAP = 0.25
+"""Share of a device's watts below which none can be capped: an A100 may be to 100 of 400 W, an H100 to 200 of 700."""
+
 BANDWIDTHS = ("memory_bandwidth", "scaleup_bandwidth", "internode_bandwidth", "pcie_bandwidth")
 
 
@@ -62,6 +65,11 @@ def build_setup(request: Request) -> Setup:
     plan = request.plan or choice_names.strategy(STRATEGY)
     mesh = _mesh(request, cluster, plan)
     checkpointing = choice_names.checkpointing(request.checkpointing or "none")
+    if checkpointing.every > max(model.layers, 1):
+        raise BadInput(
+            f"{request.checkpointing} recomputes one block in {checkpointing.every}, and {model.name} has "
+            f"{counted(model.layers, 'layer')}. Use an N of at most {max(model.layers, 1)}, or none."
+        )
     micro_batch = request.micro_batch or 1
     spec = optimizer(request.optimizer or OPTIMIZER)
     precision = choice_names.precision(precision_of(request, cluster.device), spec, request.qlora)
@@ -209,6 +217,11 @@ def _device(request: Request, count: int) -> Device:
         raise BadInput(
             f"watts is {own['watts']:g}, and {device.name} may draw {device.watts:g}: a cap lies below. Leave watts "
             "out for a device without one."
+        )
+    if device.watts is not None and own.get("watts", device.watts) < (least := LEAST_CAP * device.watts):
+        raise BadInput(
+            f"watts is {own['watts']:g}, and {device.name} takes {device.watts:g}: it cannot be capped so far. Give "
+            f"{least:g} or more."
         )
     device = replace(device, **own)
     if request.scaleup_bandwidth is not None and device.scaleup_domain == 1:  # links that the table has not: of a host

@@ -121,6 +121,9 @@ def strategy(name: str) -> Plan:
     if base not in PLANS:
         near = did_you_mean(base.replace("_", ""), STRATEGIES) or did_you_mean(base, STRATEGIES)
         raise BadInput(f"There is no strategy {name!r}.{near} Strategies are {', '.join(STRATEGIES)}.")
+    share = offload.partition(":")[2]
+    if share and not share.strip("0."):
+        raise BadInput(f"strategy {name!r} offloads nothing: its share of the units is {share}. Use {base} without it.")
     return Plan.named(f"{base}{at}{offload}")
 
 
