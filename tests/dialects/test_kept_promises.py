@@ -11,6 +11,7 @@ from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import findings_of
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.understand import read_document
+from terrazzo.documents.dotted_keys import flatten
 
 TITAN = {"training": {"steps": 1000, "local_batch_size": 2}}
 
@@ -181,3 +182,50 @@ def test_a_schedule_that_the_trainer_lacks_stays_in_the_document_that_it_obeys(k
     assert told.isdisjoint({"lossy", "refused"})
     for path in ("schedule.name", "schedule.options", "schedule.decay_lag", "schedule.warmup_lag"):
         assert conversion.before.value(path) == conversion.after.value(path)
+
+
+MACHINES: dict[str, dict[str, Any]] = {
+    "lightning": {"trainer": {"devices": 8, "num_nodes": 4, "strategy": "ddp"}},
+    "megatron": {"torchrun": {"nproc-per-node": 8, "nnodes": 4}, "micro-batch-size": 1},
+    "accelerate": {"distributed_type": "MULTI_GPU", "num_processes": 32, "num_machines": 4},
+}
+"""32 ranks on 4 machines."""
+
+
+@pytest.mark.parametrize("target", [*MACHINES, "terrazzo", "deepspeed", "trainer", "torchtitan", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("source", MACHINES)
+def test_ranks_stay_on_as_many_machines_or_the_launcher_is_named(source: str, target: str) -> None:
+    conversion = converted(source, target, MACHINES[source])
+    if target in MACHINES:
+        assert (conversion.after.value("mesh.world"), conversion.after.value("mesh.nodes")) == (32, 4)
+        for path, value in flatten(MACHINES[target]).items():
+            if source != target and path.rpartition(".")[2] in ("devices", "num_nodes", "nproc-per-node", "nnodes"):
+                assert flatten(conversion.document)[path] == value
+        return
+    keys = conversion.before["mesh.nodes"].keys
+    (verdict,) = [verdict for verdict in conversion.verdicts if verdict.key in keys]
+    assert "torchrun --nnodes 4 --nproc-per-node 8" in verdict.why and verdict.kind == "applied"
+    assert "ranks" not in conversion.document.get("launch", {})  # which would start all of them on one machine
+
+
+@pytest.mark.parametrize(
+    ("target", "key", "value"),
+    [
+        ("accelerate", "fsdp_config.fsdp_transformer_layer_cls_to_wrap", "TransformerEncoderLayer"),
+        ("terrazzo", "plan.units", ["TransformerEncoderLayer"]),
+        ("trainer", "fsdp_config.transformer_layer_cls_to_wrap", ["TransformerEncoderLayer"]),
+    ],
+)
+def test_classes_are_bare_where_they_are_matched_so(target: str, key: str, value: Any) -> None:
+    arguments = {"auto_wrap_policy": ["torch.nn.TransformerEncoderLayer"]}
+    strategy = {"class_path": "lightning.pytorch.strategies.FSDPStrategy", "init_args": arguments}
+    conversion = converted("lightning", target, {"trainer": {"strategy": strategy, "precision": "bf16-mixed"}})
+    assert flatten(conversion.document)[key] == value
+    assert any("bare names" in verdict.why and key in verdict.target for verdict in conversion.verdicts)
+
+
+def test_how_files_are_read_is_not_said_where_nothing_is_on_nvme() -> None:
+    document = {"trainer": {"strategy": "deepspeed_stage_2_offload", "precision": "bf16-true"}}
+    conversion = converted("lightning", "terrazzo", document)
+    assert conversion.after.value("offload.optim") == "cpu"
+    assert "block_mib" not in conversion.document.get("offload", {})

@@ -81,6 +81,7 @@ class MeshSection:
     """Degrees of parallelism. None: what is left of the world."""
 
     world: Annotated[Setting[int | None], "number of ranks"] = UNSET
+    nodes: Annotated[Setting[int | None], "machines that they are on, as many on each"] = UNSET
     dp_replicate: Annotated[Setting[int | None], "replicas (outer data axis, R)"] = UNSET
     dp_shard: Annotated[Setting[int | None], "ranks per replica (inner data axis, S); none: what is left"] = UNSET
     tp: Annotated[Setting[int | None], "tensor parallel degree"] = UNSET
@@ -267,7 +268,7 @@ class SavingSection:
 
 TIER_PATHS = ("offload.weight", "offload.grad", "offload.optim")
 OFF: dict[str, Any] = {
-    **dict.fromkeys(("mesh.dp_replicate", "mesh.tp", "mesh.cp", "mesh.sp", "mesh.ep", "mesh.pp"), 1),
+    **dict.fromkeys(("mesh.nodes", "mesh.dp_replicate", "mesh.tp", "mesh.cp", "mesh.sp", "mesh.ep", "mesh.pp"), 1),
     **dict.fromkeys(("precision.autocast", "training.compile", "activation_checkpointing.offload"), False),
     **dict.fromkeys(("offload.digest", "loading.low_memory", "loading.broadcast", "saving.background"), False),
     **dict.fromkeys(("activation_checkpointing.mode", "saving.export"), "none"),

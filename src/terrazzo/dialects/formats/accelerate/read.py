@@ -7,6 +7,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.reader import only_from_file
 from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateReader
 from terrazzo.dialects.formats.accelerate.keys import TYPES
 from terrazzo.dialects.formats.accelerate.read_deepspeed import read_deepspeed
@@ -60,6 +61,7 @@ def _world(reader: AccelerateReader) -> SettingsByPath:
     ranks = reader.take("num_processes")
     cpu = reader.take("use_cpu")
     settings: SettingsByPath = {"training.device": Setting("cpu" if cpu.value else None, cpu.origin, cpu.key)}
+    settings |= only_from_file({"mesh.nodes": reader.take("num_machines")})
     if ranks.value > 0:
         return settings | {"mesh.world": ranks}
     if ranks.origin == "file":

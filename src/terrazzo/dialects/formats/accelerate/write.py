@@ -51,6 +51,9 @@ def _engine(draft: Draft) -> str:
 def _machines(draft: Draft) -> None:
     if draft.value("mesh.world") is not None:
         draft.put("mesh.world", "num_processes", draft.value("mesh.world"))
+    if draft.value("mesh.nodes", 1) > 1:
+        each = "each machine is told its machine_rank, and the main_process_ip of the first"
+        draft.put("mesh.nodes", "num_machines", draft.value("mesh.nodes"), each)
     if draft.value("training.device") == "cpu":
         draft.put("training.device", "use_cpu", True)
     else:

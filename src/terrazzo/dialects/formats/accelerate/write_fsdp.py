@@ -8,7 +8,7 @@ from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left
 from terrazzo.dialects.formats.accelerate.keys import STRATEGIES
 from terrazzo.dialects.formats.accelerate.write_precision import write_autocast, write_precision
-from terrazzo.dialects.formats.shared.fsdp_words import write_offload
+from terrazzo.dialects.formats.shared.fsdp_words import bare_classes, write_offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, nearest_row, shard_ranks
 
 __all__ = ["write_fsdp"]
@@ -103,7 +103,8 @@ def _units(draft: Draft) -> None:
     draft.put("units.policy", key, words.get(policy, "TRANSFORMER_BASED_WRAP"))
     draft.implied(["units.classes", "units.min_numel"])
     if policy == "classes":
-        draft.put("units.classes", f"{_F}transformer_layer_cls_to_wrap", ",".join(draft.value("units.classes", ())))
+        names, why = bare_classes(draft)
+        draft.put("units.classes", f"{_F}transformer_layer_cls_to_wrap", ",".join(names), why)
     elif policy == "min_numel" and draft.value("units.min_numel") is not None:
         draft.put("units.min_numel", f"{_F}min_num_params", draft.value("units.min_numel"))
     ignored = draft.value("units.ignored")

@@ -62,7 +62,7 @@ def _group(draft: DeepSpeedDraft, key: str) -> None:
 
 def write_mesh(draft: DeepSpeedDraft, stage: int) -> None:
     """Write degrees. Data parallelism is what the launcher starts."""
-    leave_to_launcher(draft, "deepspeed --num_gpus N, or ")
+    leave_to_launcher(draft, "deepspeed with a hostfile or --num_gpus, or ")
     if not draft.has(f"{ZERO}.zero_hpz_partition_size") and not draft.has(MICS):
         draft.implied(["mesh.dp_shard", "mesh.dp_replicate"], "all ranks that the launcher starts")
     degrees = {axis: draft.value(f"mesh.{axis}", 1) for axis in MODEL_AXES}

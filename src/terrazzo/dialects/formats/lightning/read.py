@@ -64,6 +64,7 @@ class _Read:
         )
         if strategy.kind == "SingleDeviceStrategy":
             settings["mesh.world"] = self._alone(settings.get("mesh.world"))
+            settings.pop("mesh.nodes", None)
         if strategy.kind != "DeepSpeedStrategy":
             settings |= self._dtypes(strategy, word, strategy_reading.settings)
         for verdict in strategy_reading.verdicts:

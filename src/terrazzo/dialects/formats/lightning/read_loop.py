@@ -52,7 +52,7 @@ def _clip(reader: Reader, prefix: str) -> Setting[Any]:
 
 def _ranks(reader: Reader, prefix: str) -> SettingsByPath:
     devices, nodes = reader.take(f"{prefix}devices"), reader.take(f"{prefix}num_nodes")
-    settings: SettingsByPath = {}
+    settings = only_from_file({"mesh.nodes": nodes})
     if devices.value is not None:
         settings["mesh.world"] = derived(devices.value * nodes.value, devices, nodes, origin="file")
     accelerator = reader.take(f"{prefix}accelerator")

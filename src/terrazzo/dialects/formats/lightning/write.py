@@ -28,6 +28,7 @@ from terrazzo.dialects.formats.lightning.keys import KEYS
 from terrazzo.dialects.formats.lightning.precision import POLICY, WORDS, precision_row
 from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, joined, placed
 from terrazzo.dialects.formats.shared.fsdp_words import ROW_NAMES, TORCH_NAMES, wants_deepspeed
+from terrazzo.dialects.formats.shared.launcher import write_ranks
 from terrazzo.dialects.formats.shared.plan_rows import nearest_row
 
 __all__ = ["write"]
@@ -47,7 +48,7 @@ _WORDS = tuple(sorted(_PLAIN, key="32-true".__ne__))
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """The document."""
     draft = Draft(description, "Lightning", KEYS)
-    draft.implied("mesh.world", "devices and num_nodes say it: without them, all devices of one machine")
+    write_ranks(draft, "trainer.devices", "trainer.num_nodes")
     _loop(draft)
     row, why = nearest_row(description, ROW_NAMES)
     clipped = draft.value("training.clip") is not None and description.dialect in _STAGES

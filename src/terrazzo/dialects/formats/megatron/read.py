@@ -57,7 +57,7 @@ def _world(reader: Reader) -> SettingsByPath:
     if each.value is None:
         _idle(reader, f"{LAUNCHER}.nnodes", "nproc-per-node")
         return {}
-    return {"mesh.world": derived(each.value * machines.value, each, machines, origin="file")}
+    return {"mesh.world": derived(each.value * machines.value, each, machines, origin="file"), "mesh.nodes": machines}
 
 
 def _mesh(reader: Reader) -> SettingsByPath:

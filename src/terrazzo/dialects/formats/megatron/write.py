@@ -9,6 +9,7 @@ from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.megatron.keys import DEGREES, FSDP_ROWS, KEYS, LAUNCHER
 from terrazzo.dialects.formats.megatron.write_precision import write_precision
 from terrazzo.dialects.formats.megatron.write_training import write_training
+from terrazzo.dialects.formats.shared.launcher import write_ranks
 from terrazzo.dialects.formats.shared.plan_rows import nearest_row
 from terrazzo.dialects.formats.shared.tiers import ON_CPU, tier_and_share
 
@@ -43,9 +44,7 @@ def _mesh(draft: Draft) -> None:
         draft.write("cp-comm-type", "a2a")
     if ring != 1:
         draft.put("mesh.cp", "context-parallel-size", ring)
-    if draft.value("mesh.world") is not None:
-        why = "on one machine; of several, --nnodes says how many, and this the ranks of each"
-        draft.put("mesh.world", f"{LAUNCHER}.nproc-per-node", draft.value("mesh.world"), why)
+    write_ranks(draft, f"{LAUNCHER}.nproc-per-node", f"{LAUNCHER}.nnodes")
     if draft.value("parallel.sequence") and not has_no_effect(draft.description, "parallel.sequence"):
         draft.put("parallel.sequence", "sequence-parallel", True)
     _stages(draft)

@@ -1,7 +1,7 @@
 """What several dialects say alike.
 
 plan_rows         rows of the table for libraries that lack some: the nearest row, and two axes that are one
-launcher          how many ranks there are, where what starts them is told that
+launcher          how many ranks on how many machines: in keys, or as the launcher is told
 tiers             what offload asks for, to a library with one tier for each state
 fsdp_words        torch's names of dtypes and strategies, units, meshes and offload
 fsdp_policy       mixed precision as torch's two policies have it

@@ -192,6 +192,13 @@ def leave_to_loop(draft: Draft) -> None:
             draft.lossy(path, f"{draft.library} takes no such argument: your own code says it")
 
 
+def bare_classes(draft: Draft) -> tuple[list[str], str]:
+    """The units' classes by their bare names, as a library matches them; and what to say of those that had others."""
+    told = [str(name) for name in draft.value("units.classes", ())]
+    bare = list(dict.fromkeys(name.rpartition(".")[2] for name in told))
+    return bare, "" if bare == told else "classes are matched by their bare names there"
+
+
 def write_wrap_policy(draft: Draft, key: str) -> None:
     """Write units as FSDP1's `auto_wrap_policy`."""
     policy = draft.value("units.policy")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from terrazzo.config import CONFIG_KEYS
-from terrazzo.dialects.core.agreement import has_no_effect
+from terrazzo.dialects.core.agreement import NVME_ONLY, has_no_effect
 from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, as_text
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, degrees, ranks_left, ranks_needed
+from terrazzo.dialects.formats.shared.fsdp_words import bare_classes
+from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
 from terrazzo.dialects.formats.terrazzo.optimizer_arguments import OPTIMIZERS, arguments
 from terrazzo.dialects.formats.terrazzo.terrazzo_draft import TerrazzoDraft
 from terrazzo.dialects.formats.terrazzo.write_precision import write_precision
@@ -84,6 +86,8 @@ def _way_of_offload(draft: TerrazzoDraft, path: str, idle: bool) -> None:
         draft.implied(path, "nothing is offloaded")
     elif path == "offload.path" and value:
         draft.put(path, path, value[0] if len(value) == 1 else list(value))
+    elif path in NVME_ONLY and origin != "file" and has_no_effect(draft.description, path):
+        draft.implied(path, "nothing is on NVMe")
     elif path == "offload.block_bytes" and value is not None:
         draft.put(path, "offload.block_mib", value / _MIB)
     elif path not in ("offload.path", "offload.block_bytes"):
@@ -105,7 +109,9 @@ def _mesh(draft: TerrazzoDraft) -> None:
         draft.lossy("mesh.dp_shard", f"without {' and '.join(others)} more ranks are left to it: it takes them all")
     else:
         draft.carry("mesh.dp_shard")
-    if draft.value("mesh.world") is not None:
+    if draft.value("mesh.nodes", 1) > 1:
+        leave_to_launcher(draft, program="-m terrazzo train")
+    elif draft.value("mesh.world") is not None:
         why = "how many `terrazzo train` starts by itself on one machine; torchrun and Slurm say it themselves"
         draft.put("mesh.world", "launch.ranks", draft.value("mesh.world"), why)
     _together(draft)
@@ -141,7 +147,7 @@ def _sequences(draft: TerrazzoDraft) -> tuple[str, ...]:
 def _units(draft: TerrazzoDraft) -> None:
     policy, classes = draft.value("units.policy"), draft.value("units.classes", ())
     if policy == "classes" and classes:
-        draft.put(["units.policy", "units.classes"], "plan.units", list(classes))
+        draft.put(["units.policy", "units.classes"], "plan.units", *bare_classes(draft))
     elif policy == "none":
         draft.put("units.policy", "plan.units", [], "the whole model is one unit")
     elif policy == "min_numel":
@@ -189,7 +195,7 @@ def _agrees(draft: TerrazzoDraft, whole: int, micro: int | None, count: int | No
         why = f"global_batch {whole} is not micro_batch {micro} × accumulation {count} × {ranks} ranks"
         draft.lossy("batch.accumulation", why)
     else:
-        why = "global batch / (micro-batch × data ranks)"
+        why = "" if ranks else "global batch / (micro-batch × data ranks)"
         draft.implied("batch.accumulation", why, "batch.global_batch")
 
 

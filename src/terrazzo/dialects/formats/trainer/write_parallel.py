@@ -6,7 +6,7 @@ from terrazzo.dialects.core.description import DATA_AXIS_PATHS, LOADED, PATHS, S
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.shared.accelerate_stack import AUTOCAST, stack_precision, stays_as_loaded
-from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, write_offload
+from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, bare_classes, write_offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, shard_ranks
 
 __all__ = ["write_ddp", "write_fsdp", "write_precision"]
@@ -76,7 +76,8 @@ def _units(draft: Draft) -> None:
     policy = draft.value("units.policy", "auto")
     if policy == "classes":
         paths = ("units.policy", "units.classes")
-        draft.put(paths, f"{_SECTION}.transformer_layer_cls_to_wrap", list(draft.value("units.classes", ())))
+        names, why = bare_classes(draft)
+        draft.put(paths, f"{_SECTION}.transformer_layer_cls_to_wrap", names, why)
     elif policy == "min_numel":
         draft.put("units.policy", f"{_SECTION}.auto_wrap_policy", "SIZE_BASED_WRAP")
         draft.put("units.min_numel", f"{_SECTION}.min_num_params", draft.value("units.min_numel", MIN_NUMEL))
