@@ -91,6 +91,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "terrazzo",
         {"gpus": 64, "strategy": "hybrid_shard", "dp_replicate": 8},
     ),
+    "host that is not full": ("terrazzo", {"gpus": 12}, "terrazzo", {"gpus": 16}),
     "states on consumer disks": ("deepspeed", {"strategy": "zero3@nvme"}, "deepspeed", {"strategy": "zero3@cpu"}),
     "fewer micro-batches than stages": (
         "megatron", {"pp": 4, "micro_batches": 3}, "megatron", {"pp": 4, "micro_batches": 4},

@@ -194,6 +194,12 @@ def test_no_time_without_the_figures(changes: dict[str, Any], reason: str) -> No
     assert isinstance(answer, str) and reason in answer
 
 
+def test_all_figures_that_time_needs_are_named_at_once_with_their_options() -> None:
+    answer = time_of(setup(cluster=Cluster(Device("mine", memory_bytes=2**36), 16), mesh=Mesh(dp_shard=16)))
+    assert isinstance(answer, str)
+    assert [word for word in ("--peak-tflops", "--memory-tb-s", "--internode-gb-s") if word not in answer] == []
+
+
 def test_no_mfu_of_a_rate_without_a_peak() -> None:
     found = replace(device("h100"), peak_flops={}, matmul_flops={"bf16": 7e14})
     assert timed(replace(setup(), cluster=Cluster(found, 8))).mfu is None
@@ -634,6 +640,12 @@ def test_a_ring_over_nodes_uses_all_their_network_cards() -> None:
     assert network.bandwidth(RankGroup("dp_shard", 64, 1)) == pytest.approx(8 * 50e9 * 0.9)
     assert network.bandwidth(RankGroup("dp_replicate", 8, 8)) == pytest.approx(50e9 * 0.9)
     assert network.bandwidth(RankGroup("dp_shard", 16, 4)) == pytest.approx(2 * 50e9 * 0.9)
+
+
+@pytest.mark.parametrize(("ranks", "per_node", "cards"), [(9, 8, 1), (12, 8, 4), (16, 8, 8), (8, 3, 2)])
+def test_a_ring_is_as_fast_as_the_host_with_fewest_of_its_ranks(ranks: int, per_node: int, cards: int) -> None:
+    network = Network(device("h100").in_hosts_of(per_node))
+    assert network.bandwidth(RankGroup("dp_shard", ranks, 1)) == pytest.approx(min(cards * 50e9 * 0.9, 360e9))
 
 
 def test_latency_of_a_ring_grows_with_its_length() -> None:

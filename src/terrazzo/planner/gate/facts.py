@@ -50,6 +50,7 @@ class Facts:
         tp, pp, cp, ep: ranks along these axes; `stages`: of the pipeline, in which a rank may have several.
         shard_ranks: of a shard group; `neighbours` with those along tp between them.
         fast_domain: how many ranks fast links join.
+        gpus: of the run; host_ranks: of a full host; last_host: of the last; full_hosts: as many as fill hosts.
         rows: sequences of a step with `empty_rows`, which are `empty_share` of it; `at_once` says how many go together.
     """
 
@@ -70,6 +71,10 @@ class Facts:
         self.stages = mesh.pp * setup.virtual_stages
         self.padded_vocab = -(-model.vocab // mesh.tp) * mesh.tp
         self.shard_ranks, self.neighbours = mesh.shard_ranks, mesh.shard_ranks * mesh.tp
+        self.gpus, self.host_ranks = setup.cluster.count, max(device.per_node, device.scaleup_domain)
+        self.last_host = self.gpus % self.host_ranks or self.host_ranks
+        whole = self.gpus - self.gpus % self.host_ranks
+        self.full_hosts = " or ".join(str(count) for count in (whole, whole + self.host_ranks) if count)
         self.fast_domain = device.per_node if device.kind == "cpu" else device.scaleup_domain
 
     @property

@@ -188,6 +188,21 @@ def _shard_group_across_hosts(setup: Setup) -> bool:
 
 
 @everywhere.warns(
+    "host that is not full",
+    reason=(
+        "{gpus} GPUs in hosts of {host_ranks} leave {last_host} in the last one: a ring over all hosts leaves that one "
+        "through the network cards of {last_host}, and is no faster anywhere."
+    ),
+    alternative="Use {full_hosts} GPUs (--gpus), or hosts with a number of GPUs that divides {gpus} (--per-node).",
+    source="NVIDIA/nccl src/graph: rings cross from node to node; stas00/ml-engineering, network/README.md",
+)
+def _host_that_is_not_full(setup: Setup) -> bool:
+    device, count = setup.cluster.device, setup.cluster.count
+    hosts = max(device.per_node, device.scaleup_domain)
+    return device.kind == "cuda" and count > hosts and count % hosts > 0
+
+
+@everywhere.warns(
     "states on consumer disks",
     reason=(
         "Each step writes {written_per_step} to the disks of each host: one drive rated for 600 TB would last "

@@ -220,7 +220,8 @@ def device(name: str) -> Device:
     hint = f" Did you mean {table[near].name!r}?" if near else ""
     raise BadInput(
         f"There is no GPU {name!r} in the table.{hint} {ALL!r} in its place lists all {len(devices())}. Of another "
-        "device `terrazzo plan --memory-gb` takes the memory, and terrazzo.planner.machine.devices.Device all figures."
+        "device `terrazzo plan` takes the figures: --memory-gb, and for time --peak-tflops, --memory-tb-s, "
+        "--scaleup-gb-s, --internode-gb-s, --pcie-gb-s and --watts."
     )
 
 

@@ -70,7 +70,7 @@ class Network:
         """Bus bandwidth of a ring, B/s: bytes that each rank sends per second. None where a link is not known.
 
         A ring over several nodes is many rings, each of which leaves a node through another network card, so that its
-        bandwidth is that of all the cards which the group's ranks of one node have.
+        bandwidth is that of all the cards which the group's ranks have of the node where they are fewest.
         """
         device, link = self.device, self.link(group)
         inside = device.scaleup_bandwidth and device.scaleup_bandwidth * self._links_used(group)
@@ -81,10 +81,10 @@ class Network:
             return through_host
         if device.internode_bandwidth is None:
             return None
-        hosts, members = max(self._domain, device.per_node), self._near(group)
-        cards = device.internode_bandwidth * INTERNODE_SHARE * members
+        hosts = max(self._domain, device.per_node)
+        cards = device.internode_bandwidth * INTERNODE_SHARE * self._fewest_near(group)
         within = [cards, inside if self._domain >= hosts else through_host]
-        return min(rate for rate in within if rate) if members > 1 else cards
+        return min(rate for rate in within if rate) if self._near(group) > 1 else cards
 
     def _links_used(self, group: RankGroup) -> float:
         """The share of a scale-up bandwidth that a ring reaches. In a full mesh each rank has its own link."""
@@ -142,6 +142,11 @@ class Network:
     def _near(self, group: RankGroup) -> int:
         """How many of a group's ranks are in one node or domain."""
         return max(1, min(group.size, max(self._domain, self.device.per_node) // group.stride))
+
+    def _fewest_near(self, group: RankGroup) -> int:
+        """The same of the node that has fewest: the last one, where they do not fill it."""
+        near = self._near(group)
+        return group.size % near or near
 
     def _scattered(self, group: RankGroup, ring: float) -> float:
         """Bandwidth of an all-to-all, B/s: what goes to other nodes has each rank's own network card."""

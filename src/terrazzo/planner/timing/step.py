@@ -54,9 +54,9 @@ def time_of(
     """
     traffic = traffic or traffic_of(setup)
     if calibration is not None and _no_rates(setup):
-        why = _nothing_to_compute(setup) or _unknown_links(setup, traffic, measured=True)
+        why = _nothing_to_compute(setup) or _unknown(_unknown_links(setup, traffic, measured=True))
         return why or _time(setup, line_terms(setup, traffic, calibration), 0.0, calibration)
-    why = _nothing_to_compute(setup) or _no_rates(setup) or _unknown_links(setup, traffic)
+    why = _nothing_to_compute(setup) or _unknown(_no_rates(setup), _unknown_links(setup, traffic))
     if why:
         return why
     step = PipelineStep(setup) if calibration is None else measured_step(setup, calibration)
@@ -70,13 +70,20 @@ def _nothing_to_compute(setup: Setup) -> str:
     return ""
 
 
+def _unknown(*figures: str) -> str:
+    """What is missing of a device, all of it at once."""
+    missing = "; ".join(filter(None, figures))
+    return f"nothing can be said of time: {missing}" if missing else ""
+
+
 def _no_rates(setup: Setup) -> str:
     device = setup.cluster.device
+    missing = []
     if matmul_rate(device, setup.matmul) is None:
-        return f"nothing can be said of time: no peak of {device.name} in {setup.matmul} is known"
+        missing.append(f"no peak of {device.name} in {setup.matmul} is known (--peak-tflops)")
     if device.memory_bandwidth is None:
-        return f"nothing can be said of time: the memory bandwidth of {device.name} is not known"
-    return ""
+        missing.append(f"the memory bandwidth of {device.name} is not known (--memory-tb-s)")
+    return "; ".join(missing)
 
 
 def _unknown_links(setup: Setup, traffic: TrafficFigures, measured: bool = False) -> str:
@@ -88,17 +95,17 @@ def _unknown_links(setup: Setup, traffic: TrafficFigures, measured: bool = False
         Link.PCIE: device.pcie_bandwidth,
         Link.DISK: setup.cluster.disk_bandwidth,
     }
-    for link in copied_bytes(setup, traffic) if measured else traffic.links:
-        if known[link] is None:
-            return f"nothing can be said of time: the bandwidth of {device.name} {_LINKS[link]} is not known"
-    return ""
+    crossed = copied_bytes(setup, traffic) if measured else traffic.links
+    return "; ".join(
+        f"the bandwidth of {device.name} {_LINKS[link]} is not known" for link in crossed if known[link] is None
+    )
 
 
 _LINKS = {
-    Link.SCALEUP: "to other devices of its domain",
-    Link.INTERNODE: "to other hosts",
-    Link.PCIE: "over PCIe",
-    Link.DISK: "to the disks of its host",
+    Link.SCALEUP: "to other devices of its domain (--scaleup-gb-s)",
+    Link.INTERNODE: "to other hosts (--internode-gb-s)",
+    Link.PCIE: "over PCIe (--pcie-gb-s)",
+    Link.DISK: "to the disks of its host (--disk-gb-s)",
 }
 
 
