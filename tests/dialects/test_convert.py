@@ -677,6 +677,13 @@ def test_a_batch_that_is_no_product_is_not_shown_as_one(tmp_path: Path) -> None:
     assert "16 sequences ≠ 2 × 2 micro-batches × 3 data ranks, which are 12: the file contradicts itself" in text
 
 
+def test_ranks_that_share_experts_are_ranks_of_the_data_axes(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("plan: {name: zero3, mesh: {ep: 2}}\nlaunch: {ranks: 8}\n")
+    lines = explain(understand(path, "terrazzo")).plan
+    assert any(line.endswith("8 = dp_shard 8, of which 2 share experts") for line in lines), lines
+
+
 def test_no_plan_is_said_to_be_none() -> None:
     assert "no plan" in next(iter(plan_words(build("x", {}))))
 

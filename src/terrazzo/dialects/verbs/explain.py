@@ -120,13 +120,12 @@ def _in_full(description: Description) -> Iterator[str]:
 def _mesh(description: Description) -> str:
     sizes = degrees(description)
     known = {axis: degree for axis, degree in sizes.items() if degree not in (1, None)}
-    if (ep := description.value("mesh.ep")) not in (None, 1):
-        known["ep"] = ep
-    world = description.value("mesh.world")
+    ep, world = description.value("mesh.ep"), description.value("mesh.world")
     product = " × ".join(f"{axis} {degree}" for axis, degree in known.items())
+    among = f", of which {ep} share experts" if ep not in (None, 1) else ""  # they are ranks of the data axes
     if world is None:
-        return product + (" × dp_shard as many as are left" if product and sizes["dp_shard"] is None else "")
-    return f"{world} = {product}" if product else str(world)
+        return product + (" × dp_shard as many as are left" if product and sizes["dp_shard"] is None else "") + among
+    return (f"{world} = {product}" if product else str(world)) + among
 
 
 def _dtypes(description: Description) -> str:
