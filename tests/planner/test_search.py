@@ -135,6 +135,7 @@ def test_the_best_is_the_best_of_everything(model: str, gpus: int, options: dict
         ("llama3.2-1b", 8, {"tp": 2, "sequence": 512, "global_batch": 512}),  # room for many short sequences
         ("llama3-70b", 64, {"gpu": "a100", "tp": 8, "global_batch": 256}),  # recomputing makes room for larger products
         ("mixtral-8x7b", 64, {"ep": 8, "global_batch": 512}),
+        ("llama3.2-1b", 8, {"sequence": 1024, "global_batch": 40}),  # of which a rank has 5
         pytest.param("llama3-70b", 128, {"gpu": "a100", "tp": 8, "pp": 4, "global_batch": 512}, marks=pytest.mark.long),
         pytest.param("llama3.2-1b", 8, {"tp": 2, "parallel": True, "sequence": 512, "global_batch": 512},
                      marks=pytest.mark.long),
@@ -146,7 +147,7 @@ def test_no_search_that_leaves_less_open_finds_what_is_faster(model: str, gpus: 
     best = search(asked).best
     assert best is not None and best.memory.fits_surely
     named = [replace(asked, checkpointing=mode) for mode in TRIED_MODES]
-    named += [replace(asked, micro_batch=size) for size in TRIED_SIZES]
+    named += [replace(asked, micro_batch=size) for size in (*TRIED_SIZES, 3, 5)]
     ranked = [answer for each in named for answer in search(each).ranked]
     sure = [answer for answer in ranked if answer.memory.fits_surely and answer.runs_now >= best.runs_now]
     assert rate(best) >= (1 - NOISE) * max(map(rate, sure))
@@ -292,7 +293,7 @@ def test_other_frameworks_fill_up_no_rows() -> None:
     assert all("does not divide by micro-batch 1 × 16 data ranks = 16" in refusal.reason for refusal in found.refused)
 
 
-@pytest.mark.parametrize(("batch", "sizes"), [(100, {1}), (96, {1, 2}), (120, {1, 2, 4}), (64, {1, 2, 4})])
+@pytest.mark.parametrize(("batch", "sizes"), [(100, {1}), (96, {1, 2, 3}), (120, {1, 2, 4}), (64, {1, 2, 4})])
 def test_no_micro_batch_is_tried_that_adds_empty_rows(batch: int, sizes: set[int]) -> None:
     assert {size for size in modes_and_sizes(request(gpus=16, global_batch=batch)).sizes if size <= 4} == sizes
 

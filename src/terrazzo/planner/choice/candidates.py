@@ -36,7 +36,8 @@ ranks, so that more stages serve better than groups."""
 
 OFFLOADED = ("zero2@cpu", "zero3@cpu", "zero3@cpu-all", "zero3@nvme", "zero3@nvme-all")
 TRIED_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Sequences per micro-batch that are tried, as far as they fit."""
+"""Sequences per micro-batch that are tried, as far as they fit; of a global batch all up to the last that divide a
+rank's."""
 
 LONG_SEQUENCE = 16_384
 """Tokens from which on context parallelism is tried."""
@@ -145,7 +146,9 @@ def modes_and_sizes(request: Request) -> ModesAndSizes:
     modes = (request.checkpointing,) if request.checkpointing else TRIED_MODES
     if request.micro_batch:
         return ModesAndSizes(modes, (request.micro_batch,))
-    return ModesAndSizes(modes, tuple(size for size in TRIED_SIZES if _rows_of_a_rank(request) % size == 0))
+    rows, most = _rows_of_a_rank(request), TRIED_SIZES[-1]
+    fitting = tuple(size for size in range(1, most + 1) if rows % size == 0)  # of others some rows would be empty
+    return ModesAndSizes(modes, fitting if rows else TRIED_SIZES)
 
 
 def _rows_of_a_rank(request: Request) -> int:

@@ -52,6 +52,8 @@ def min_gpus(request: Request, calibration: Calibration | None = None) -> Sizing
     device = build_cluster(request, 1).device
     if device.memory_bytes is None:
         raise BadInput(f"The memory of {device.name} is not known. Give it (--memory-gb).")
+    if device.kind == "cpu":  # machines are counted, each with all of its memory
+        request = replace(request, gpu=device, memory_bytes=None, reserve_bytes=None)
     states = _state_bytes(request)
     floor = floor_gpus(states, device.memory_bytes)
     lowest = floor if request.strategy is None and not request.offload else 1
