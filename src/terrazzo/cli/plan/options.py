@@ -224,7 +224,7 @@ class PlanArguments:
     cp: int | None = _splitting("--cp C", "context-parallel ranks; default: 1", "cp")
     context: str | None = _splitting(
         "--context MODE",
-        "attention over cp: gather (default), ulysses or ring; default: gather, or searched",
+        "attention over cp: gather (default), ulysses or ring; default: gather, or searched with --parallel",
         "context",
     )
     ep: int | None = _splitting("--ep E", "expert-parallel ranks, among those of dp_shard, cp and tp; default: 1", "ep")
@@ -241,11 +241,13 @@ class PlanArguments:
     )
     parallel: bool = _splitting("--parallel", "search tensor, pipeline, context and expert parallelism too", "parallel")
     pipeline: str | None = _splitting(
-        "--pipeline KIND", "schedule: 1f1b, gpipe or zero_bubble; default: 1f1b, or searched", "pipeline"
+        "--pipeline KIND",
+        "schedule: 1f1b, gpipe or zero_bubble; default: 1f1b, or searched with --parallel",
+        "pipeline",
     )
     virtual_stages: int | None = _splitting(
         "--virtual-stages V",
-        "stages of one pipeline rank, which interleave 1f1b; default: 1, or searched",
+        "stages of one pipeline rank, which interleave 1f1b; default: 1, or searched with --parallel",
         "virtual_stages",
     )
     no_sequence_parallel: bool = _splitting(
