@@ -229,3 +229,13 @@ def test_how_files_are_read_is_not_said_where_nothing_is_on_nvme() -> None:
     conversion = converted("lightning", "terrazzo", document)
     assert conversion.after.value("offload.optim") == "cpu"
     assert "block_mib" not in conversion.document.get("offload", {})
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_the_trainer_is_told_the_data_ranks_beside_others(axis: str) -> None:
+    """Accelerate takes a size that is not given as 1, and refuses the ranks that are then too many."""
+    document = {"plan": {"name": "zero3", "mesh": {axis: 2}}}
+    written = flatten(converted("terrazzo", "trainer", document, world=8).document)
+    assert (written[f"parallelism_config.{axis}_size"], written["parallelism_config.dp_shard_size"]) == (2, 4)
+    refused = {each.key: each.why for each in converted("terrazzo", "trainer", document).refused}
+    assert "must be known" in refused["mesh.dp_shard"]

@@ -13,6 +13,7 @@ __all__ = ["write_ddp", "write_fsdp", "write_precision"]
 
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS)
 _SECTION = "fsdp_config"
+_OTHERS = ("tp", "cp", "sp")
 
 
 def write_ddp(draft: Draft) -> None:
@@ -48,7 +49,8 @@ def write_fsdp(draft: Draft, context: ReadingContext) -> None:
     else:
         keeps = row in ("shard_grad_op", "hybrid_shard_zero2")
         draft.put(SHARDING_PATHS, f"{_SECTION}.reshard_after_forward", not keeps, why, "lossy" if why else "applied")
-        _axes(draft, {"dp_replicate": replicas, "dp_shard": shards} if row in HYBRID_ROWS else {})
+        data = {"dp_replicate": replicas, "dp_shard": shards} if row in HYBRID_ROWS else _beside_others(draft, context)
+        _axes(draft, data)
     _units(draft)
     write_offload(draft, f"{_SECTION}.cpu_offload")
     draft.implied("offload.pin")
@@ -58,8 +60,20 @@ def write_fsdp(draft: Draft, context: ReadingContext) -> None:
     _state(draft)
 
 
+def _beside_others(draft: Draft, context: ReadingContext) -> dict[str, int | None]:
+    """The data axis beside others, which has to be said: Accelerate takes a size that is not given as 1."""
+    if all(draft.value(f"mesh.{axis}", 1) == 1 for axis in _OTHERS):
+        return {}
+    if (size := shard_ranks(draft, context.world)) is None:
+        draft.refuse(
+            "mesh.dp_shard", "beside tp, cp or sp its size must be known: write it in the file, or say --world"
+        )
+        return {}
+    return {"dp_shard": size}
+
+
 def _axes(draft: Draft, data: dict[str, int | None]) -> None:
-    for axis in ("tp", "cp", "sp"):
+    for axis in _OTHERS:
         if draft.value(f"mesh.{axis}", 1) != 1:
             draft.put(f"mesh.{axis}", f"parallelism_config.{axis}_size", draft.value(f"mesh.{axis}"))
     for axis, size in data.items():
