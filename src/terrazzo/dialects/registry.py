@@ -24,6 +24,8 @@ _MODULES = {
     "fsdp1": "terrazzo.dialects.formats.fsdp1.dialect",
 }
 NAMES = tuple(_MODULES)
+_MOST_KEYS = 300
+"""More than a configuration has beside each other: the Trainer has some 130 fields."""
 
 
 @cache
@@ -40,7 +42,8 @@ def recognise(document: ConfigDocument, where: str) -> Dialect:
 
     Raises: `BadInput` where it is none's, or several could be meant.
     """
-    candidates = _recognised_by(document) or _recognised_but_for_a_key(document)
+    candidates = [each for each in map(dialect, NAMES) if each.recognises(document)]
+    candidates = candidates or _recognised_but_for_a_key(document)
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:
@@ -53,11 +56,12 @@ def recognise(document: ConfigDocument, where: str) -> Dialect:
     raise BadInput(f"'{where}' may be {titles}: say which, --from {candidates[0].name}.")
 
 
-def _recognised_by(document: ConfigDocument) -> list[Dialect]:
-    return [each for each in map(dialect, NAMES) if each.recognises(document)]
-
-
 def _recognised_but_for_a_key(document: ConfigDocument) -> list[Dialect]:
-    """Those that would take it for theirs without one of its keys, which they then name as unknown."""
+    """Those that would take it for theirs without one of its keys, which they then name as unknown.
+
+    Each key is tried, which of thousands, as somebody's data may have, would take minutes.
+    """
+    if len(document) > _MOST_KEYS:
+        return []
     others = [{other: document[other] for other in document if other != key} for key in document]
     return [each for each in map(dialect, NAMES) if any(each.recognises(rest) for rest in others if rest)]

@@ -116,7 +116,8 @@ def _why(error: Exception, text: str) -> str:
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())[:300]
     mark, begun = error.problem_mark, error.context_mark
-    if text.splitlines()[mark.line : mark.line + 1] and text.splitlines()[mark.line][mark.column :].startswith("\t"):
+    (line,) = text.splitlines()[mark.line : mark.line + 1] or [""]  # none behind the last
+    if line[mark.column :].startswith("\t"):
         return f"line {mark.line + 1} is indented with a tab: use spaces"
     within = f", {error.context}" if error.context else ""
     since = f" that begins in line {begun.line + 1}" if within and begun and begun.line != mark.line else ""

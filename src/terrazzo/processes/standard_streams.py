@@ -34,7 +34,7 @@ def say_on_stderr(text: str) -> None:
     So it is with a pipe that is full, and that nobody reads: a write to it would wait, and heed no signal.
     """
     with contextlib.suppress(OSError):
-        if _is_writable(sys.stderr):
+        if sys.stderr is not None and _is_writable(sys.stderr):
             print(text, file=sys.stderr, flush=True)
 
 

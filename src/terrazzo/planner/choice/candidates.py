@@ -146,9 +146,10 @@ def modes_and_sizes(request: Request) -> ModesAndSizes:
     modes = (request.checkpointing,) if request.checkpointing else TRIED_MODES
     if request.micro_batch:
         return ModesAndSizes(modes, (request.micro_batch,))
-    rows, most = _rows_of_a_rank(request), TRIED_SIZES[-1]
-    fitting = tuple(size for size in range(1, most + 1) if rows % size == 0)  # of others some rows would be empty
-    return ModesAndSizes(modes, fitting if rows else TRIED_SIZES)
+    if not (rows := _rows_of_a_rank(request)):
+        return ModesAndSizes(modes, TRIED_SIZES)
+    fitting = (size for size in range(1, TRIED_SIZES[-1] + 1) if rows % size == 0)  # of others some rows are empty
+    return ModesAndSizes(modes, tuple(fitting))
 
 
 def _rows_of_a_rank(request: Request) -> int:
