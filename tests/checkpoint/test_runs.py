@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrazzo.checkpoint.format.runs import Runs
+from terrazzo.engine.partition.rectangles import Rectangle, whole
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.plan.rectangles import Rectangle, whole
 
 
 @settings(deadline=None)  # in wall time, of a machine that others use

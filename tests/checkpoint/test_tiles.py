@@ -24,7 +24,7 @@ from terrazzo.checkpoint.operations import audit, compare
 from terrazzo.checkpoint.operations.convert import convert
 from terrazzo.checkpoint.source import WEIGHT
 from terrazzo.checkpoint.storage.local import LocalFolder
-from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of
+from terrazzo.engine.partition.rectangles import Rectangle, rectangles_of
 from terrazzo.errors import BadInput, Damaged, SaveFailed
 from tests.checkpoint.documented import read_as_documented
 from tests.checkpoint.tiled import CUTS, MESHES, Mesh, States, parts, states, write

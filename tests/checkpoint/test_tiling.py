@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrazzo.checkpoint.format.tiling import tiling_problem
-from terrazzo.engine.plan.rectangles import Rectangle, whole
+from terrazzo.engine.partition.rectangles import Rectangle, whole
 
 
 @settings(deadline=None)  # in wall time, of a machine that others use

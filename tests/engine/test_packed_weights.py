@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.formats.format_names import FrozenFormat
-from terrazzo.engine.plan.box import Box
-from terrazzo.engine.plan.packed_members import cuts_blocks
+from terrazzo.engine.partition.box import Box
+from terrazzo.engine.partition.packed_members import cuts_blocks
 from terrazzo.errors import BadInput, Misuse
 from tests.engine import toys
 from tests.engine.census import census, live_bytes

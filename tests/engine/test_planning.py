@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from terrazzo.engine.plan.partition import partition
-from terrazzo.engine.plan.unit_choice import find_units
+from terrazzo.engine.partition.unit_choice import find_units
+from terrazzo.engine.partition.unit_members import partition
 from terrazzo.engine.sharding.shard import estimate
 from tests.helpers.fake import fake_group
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of, whole
+from terrazzo.engine.partition.rectangles import Rectangle, rectangles_of, whole
 
 
 @settings(deadline=None)  # in wall time, of a machine that others use

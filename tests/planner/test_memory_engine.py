@@ -17,11 +17,11 @@ from terrazzo.engine import Offload, Plan, Precision, estimate
 from terrazzo.engine.comm.host.columns import MANY_FAR, Columns
 from terrazzo.engine.comm.host.gloo import GlooCollectives
 from terrazzo.engine.formats import block_format
+from terrazzo.engine.partition.unit_choice import find_units
+from terrazzo.engine.partition.unit_members import partition
 from terrazzo.engine.plan import error_feedback
 from terrazzo.engine.plan.moves import GradientFate
-from terrazzo.engine.plan.partition import partition
 from terrazzo.engine.plan.place import OFFLOADS, ON_DEVICE
-from terrazzo.engine.plan.unit_choice import find_units
 from terrazzo.planner.layout.buckets import buckets
 from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.devices import Cluster, Device

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from terrazzo.engine.plan.partition import partition
-from terrazzo.engine.plan.unit_choice import find_units
+from terrazzo.engine.partition.unit_choice import find_units
+from terrazzo.engine.partition.unit_members import partition
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.closed_form import shape_of_config
 from terrazzo.planner.model.families import FAMILIES

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.config import config_from_dict
-from terrazzo.engine.plan.unit_choice import find_units
+from terrazzo.engine.partition.unit_choice import find_units
 from terrazzo.errors import BadInput
 from terrazzo.planner.model import meta
 from terrazzo.planner.model.closed_form import shape_of_config

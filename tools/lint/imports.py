@@ -45,8 +45,8 @@ INNER_LAYERS = {
     ),
     "dialects": ("core", "formats", "registry", "verbs", ""),
     "engine": (
-        *("runtime", "instrumentation", "comm", "mesh", "formats", "plan", "buckets", "schedule"),
-        *("autograd", "progress", "consensus", "hooks", "pipeline", "replicas", "optim", "offload"),
+        *("runtime", "instrumentation", "comm", "mesh", "formats", "plan", "partition", "buckets"),
+        *("schedule", "autograd", "progress", "consensus", "hooks", "pipeline", "replicas", "optim", "offload"),
         *("unit_forwards", "dry_run", "model", "states", "interception", "sharding", ""),
     ),
     "engine.buckets": ("resting", "parameters", "gradients", "weights", CORE, ""),

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint.format.runs import Runs
+from terrazzo.engine.partition.rectangles import Rectangle
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.layout import PAGE_BYTES, Range
-from terrazzo.engine.plan.rectangles import Rectangle
-from terrazzo.engine.plan.state_names import first_of
+from terrazzo.engine.states.state_names import first_of
 from terrazzo.errors import BadInput
 
 __all__ = [

@@ -8,6 +8,7 @@ Folders, from the lowest to the highest:
     mesh             the axes of the mesh, and the collectives along each
     formats          what numbers look like in fewer bits than any dtype has
     plan             what is stated: flat spaces, places, what moves
+    partition        a model taken apart: its units, the parameters of each, and which part of these a rank holds
     buckets          what is in memory, and how parameters are views of it
     schedule         when it moves
     autograd         what a forward leaves behind, in autograd's graph and on modules
@@ -69,6 +70,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     runtime                                     what a device, and this process, can do and may use, CPUs too
     mesh                                        the axes of a mesh
     plan                                        what is stated, for the planner and for checkpoints
+    partition                                   a model taken apart, likewise
     pipeline                                    the stages of a model, for what cuts it into these
     instrumentation                             what an exchange is for, and where a step's time goes
     comm                                        the collectives of a group
@@ -78,6 +80,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     offload.needs                               what rests away from the device, likewise
     offload.nvme.swap_file                      swap files and their folders, for advice on them
     offload.nvme.swap_folder
+    states.state_names                          names in checkpoints of what several ranks have their own of
     sharding.shared_parts_checks                whether a model was divided for a mesh
     consensus.joint_checks                      what ranks are told alike, or refuse as one
     consensus.first_difference                  the first value that differs, and who has it
@@ -106,15 +109,15 @@ from terrazzo.engine.model.training_calls import accumulate, clip_grad_norm_, ga
 from terrazzo.engine.model.unused_gradients import UnusedGradients, unused_gradients
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.stock.elementwise import ELEMENTWISE, check_elementwise, check_narrow
+from terrazzo.engine.partition.absent_parameters import give_up
+from terrazzo.engine.partition.box import Box, Owned, Record, leave_record, record_of
+from terrazzo.engine.partition.rectangles import Rectangle
+from terrazzo.engine.partition.unit_choice import Units, find_units
+from terrazzo.engine.partition.unit_members import parameters_by_names
 from terrazzo.engine.pipeline.stages import STAGES_OF, Stages, stages_of
-from terrazzo.engine.plan.absent_parameters import give_up
-from terrazzo.engine.plan.box import Box, Owned, Record, leave_record, record_of
 from terrazzo.engine.plan.diloco import DiLoCo
-from terrazzo.engine.plan.partition import parameters_by_names
 from terrazzo.engine.plan.place import OFFLOADS, PLANS, Place, Plan
 from terrazzo.engine.plan.precision import DTYPE_NAMES, DTYPES, MOMENTS_NAMES, PRECISIONS, LossScaling, Precision
-from terrazzo.engine.plan.rectangles import Rectangle
-from terrazzo.engine.plan.unit_choice import Units, find_units
 from terrazzo.engine.sharding.attach import attach
 from terrazzo.engine.sharding.shard import estimate, shard
 from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer, check_no_extra_state, persistent_buffers

@@ -41,7 +41,7 @@ from terrazzo.checkpoint.source import (
     TensorInfo,
     is_of_optimizer,
 )
-from terrazzo.engine.plan.state_names import is_numbered
+from terrazzo.engine.states.state_names import is_numbered
 from terrazzo.errors import BadInput
 
 __all__ = ["export_dcp"]

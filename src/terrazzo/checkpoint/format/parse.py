@@ -31,7 +31,7 @@ from terrazzo.checkpoint.format.manifest import (
     is_crowded,
 )
 from terrazzo.checkpoint.format.tiling import tiling_problem
-from terrazzo.engine.plan.rectangles import Rectangle
+from terrazzo.engine.partition.rectangles import Rectangle
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["named_tiles", "parse_manifest", "rectangle_of"]

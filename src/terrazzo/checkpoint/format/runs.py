@@ -6,8 +6,8 @@ import bisect
 import math
 from collections.abc import Iterator
 
+from terrazzo.engine.partition.rectangles import Rectangle
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.plan.rectangles import Rectangle
 
 __all__ = ["Runs"]
 

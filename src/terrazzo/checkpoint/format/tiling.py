@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 
-from terrazzo.engine.plan.rectangles import Rectangle, whole
+from terrazzo.engine.partition.rectangles import Rectangle, whole
 
 __all__ = ["tiling_problem"]
 

@@ -13,7 +13,7 @@ from terrazzo.checkpoint.format.tiling import tiling_problem
 from terrazzo.checkpoint.importers.parts.archive import Archive
 from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file
 from terrazzo.checkpoint.importers.parts.unpickle import StandIn, load_pickle
-from terrazzo.engine.plan.rectangles import Rectangle
+from terrazzo.engine.partition.rectangles import Rectangle
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["METADATA_FILE", "DcpEntry", "TensorEntry", "TreePath", "read_metadata"]

@@ -16,7 +16,7 @@ from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file
 from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.values import Chunk, Chunked, Region, Values
 from terrazzo.checkpoint.tensors import dtype_of
-from terrazzo.engine.plan.rectangles import Rectangle, whole
+from terrazzo.engine.partition.rectangles import Rectangle, whole
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["INDEX_FILE", "MODEL_FILE", "SafetensorsCheckpoint", "add_safetensors"]

@@ -14,7 +14,7 @@ from terrazzo.checkpoint.tied_names import names_apart
 from terrazzo.engine import ModelState, TableRow, engine_of, persistent_buffers
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_DTYPE, RESIDUAL_OF_SUMS
-from terrazzo.engine.plan.state_names import first_of, is_numbered, numbered
+from terrazzo.engine.states.state_names import first_of, is_numbered, numbered
 
 __all__ = ["ROUNDED", "fitted_groups", "misfits", "misfits_of_ties", "unkept", "unstepped", "untied"]
 

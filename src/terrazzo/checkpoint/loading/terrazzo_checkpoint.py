@@ -25,7 +25,7 @@ from terrazzo.checkpoint.source import OptimizerInfo, Source, StateInfo, TensorI
 from terrazzo.checkpoint.storage.blocks import Blocks, DigestBlock
 from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.checkpoint.tensors import bytes_of, dtype_of
-from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of
+from terrazzo.engine.partition.rectangles import Rectangle, rectangles_of
 from terrazzo.errors import Damaged
 
 __all__ = ["TerrazzoCheckpoint"]

@@ -10,7 +10,7 @@ from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.source import BESIDE_OPTIMIZER, BUFFER, WEIGHT, OptimizerInfo, Source, is_of_optimizer
 from terrazzo.checkpoint.storage.places import open_store
 from terrazzo.checkpoint.tensors import name_of
-from terrazzo.engine.plan.state_names import first_of, is_numbered
+from terrazzo.engine.states.state_names import first_of, is_numbered
 from terrazzo.errors import BadInput
 
 __all__ = ["describe", "expand", "list_checkpoints", "lost", "tensors", "total_bytes"]

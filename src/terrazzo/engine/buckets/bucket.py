@@ -23,10 +23,10 @@ from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import Family
-from terrazzo.engine.plan.box import Box
+from terrazzo.engine.partition.box import Box
+from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.plan.bucket_spec import BucketSpec, StateBytes
 from terrazzo.engine.plan.layout import Layout, Range, Slot, travels_in_blocks
-from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.private_torch import plainly

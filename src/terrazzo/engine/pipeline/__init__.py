@@ -5,5 +5,5 @@
     staged_step        one step, as what runs the stages tells the engine of it
 
 To a model that is not in stages none of this applies. What stands for the parameters of other stages is
-`plan/absent_parameters`.
+`partition/absent_parameters`.
 """

@@ -16,7 +16,7 @@ from terrazzo.engine.consensus.joint_checks import check_alike
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.optim.stock.settings import NOT_HYPER
 from terrazzo.engine.optim.stock.template import has_values
-from terrazzo.engine.plan.partition import UnitSpec
+from terrazzo.engine.partition.unit_members import UnitSpec
 
 __all__ = ["buffer_facts", "check_versions", "model_facts", "optimizer_facts", "state_facts", "versions"]
 

@@ -14,8 +14,8 @@ from terrazzo.engine.buckets.parameters.gradient_hooks import successor
 from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.plan.absent_parameters import absent_in_place, readable
-from terrazzo.engine.plan.partition import Member, UnitSpec
+from terrazzo.engine.partition.absent_parameters import absent_in_place, readable
+from terrazzo.engine.partition.unit_members import Member, UnitSpec
 from terrazzo.engine.states.buffers_and_extra_state import replace_buffers
 from terrazzo.errors import BadInput
 from terrazzo.messages import listed

@@ -8,9 +8,9 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.offload.options import Offload
+from terrazzo.engine.partition.packed_members import cuts_blocks
+from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.plan.layout import PAGE_BYTES
-from terrazzo.engine.plan.packed_members import cuts_blocks
-from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.errors import BadInput
 from terrazzo.messages import listed

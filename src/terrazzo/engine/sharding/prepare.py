@@ -26,15 +26,15 @@ from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimize
 from terrazzo.engine.optim.stock.param_groups import assign_groups
 from terrazzo.engine.optim.stock.probe import OptimizerProbe
 from terrazzo.engine.optim.stock.template import Templates
+from terrazzo.engine.partition.packed_members import packed_members
+from terrazzo.engine.partition.unit_choice import Units, find_units
+from terrazzo.engine.partition.unit_members import Member, UnitSpec, partition
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import travels_in_blocks
-from terrazzo.engine.plan.packed_members import packed_members
-from terrazzo.engine.plan.partition import Member, UnitSpec, partition
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
-from terrazzo.engine.plan.unit_choice import Units, find_units
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.engine.sharding.compared_facts import (

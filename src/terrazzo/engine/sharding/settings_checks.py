@@ -14,9 +14,9 @@ from terrazzo.engine.comm.backends import backend_of
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import seeing_other_data
 from terrazzo.engine.offload.options import Offload
+from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import PAGE_BYTES
-from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec

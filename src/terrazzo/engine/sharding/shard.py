@@ -30,12 +30,12 @@ from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.stock.param_groups import orphans
+from terrazzo.engine.partition.unit_choice import Units
 from terrazzo.engine.pipeline.pipeline_schedule import PipelineSchedule
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
-from terrazzo.engine.plan.unit_choice import Units
 from terrazzo.engine.progress.denominator import Denominator
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.pages import keep_freed, keeps, return_freed

@@ -15,9 +15,9 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import STAGE_AXIS, Family
 from terrazzo.engine.mesh.meshes import expert_mesh
 from terrazzo.engine.model.engine import is_sharded
+from terrazzo.engine.partition.box import record_of
+from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.pipeline.stages import stages_of
-from terrazzo.engine.plan.box import record_of
-from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, waits_for_root

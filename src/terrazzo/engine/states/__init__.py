@@ -11,6 +11,7 @@ them, put together one bucket after the other on all ranks.
     model.load_state_dict(state)                      ModelState.load                   model_state
     optimizer.state_dict(), .load_state_dict(state)   OptimizerStates                   optimizer_states, restore
 
+    state_names              names in checkpoints of states of which several ranks have their own
     saved_states             what checkpoints have of each bucket, and which ranks hold the same of it
     model_state              what there is to save of a sharded model, and how it comes back
     pieces                   all state as named pieces, for checkpoints

@@ -16,10 +16,9 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.plan.box import Box
+from terrazzo.engine.partition.box import Box
+from terrazzo.engine.partition.unit_members import parameters_by_names
 from terrazzo.engine.plan.layout import Slot
-from terrazzo.engine.plan.partition import parameters_by_names
-from terrazzo.engine.plan.state_names import first_of
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer
 from terrazzo.engine.states.pieces import (
@@ -31,6 +30,7 @@ from terrazzo.engine.states.pieces import (
 )
 from terrazzo.engine.states.restore import StateReader, restore_optimizer, restore_state
 from terrazzo.engine.states.saved_states import SavedState, saved_states, saved_weights
+from terrazzo.engine.states.state_names import first_of
 from terrazzo.errors import BadInput, RanksApart
 from terrazzo.messages import listed
 

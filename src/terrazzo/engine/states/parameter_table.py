@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.plan.partition import parameters_by_names
+from terrazzo.engine.partition.unit_members import parameters_by_names
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.model_state import ModelState
 

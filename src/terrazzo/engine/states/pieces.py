@@ -19,11 +19,11 @@ from terrazzo.engine.buckets.resting.buffer import Resting
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segments.segment import Segment
-from terrazzo.engine.plan.box import Owned
+from terrazzo.engine.partition.box import Owned
+from terrazzo.engine.partition.rectangles import Rectangle, whole
 from terrazzo.engine.plan.layout import Range, Slot
-from terrazzo.engine.plan.rectangles import Rectangle, whole
-from terrazzo.engine.plan.state_names import numbered
 from terrazzo.engine.states.saved_states import SavedState, copied_along, saved_weights, share_in_replica
+from terrazzo.engine.states.state_names import numbered
 from terrazzo.errors import Misuse
 from terrazzo.messages import listed
 

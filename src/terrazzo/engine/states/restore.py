@@ -17,11 +17,11 @@ from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segments.segment import Segment
 from terrazzo.engine.optim.stock.template import Template
+from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.layout import Range, Slot
-from terrazzo.engine.plan.partition import Member
-from terrazzo.engine.plan.state_names import numbered
 from terrazzo.engine.states.saved_states import SavedState
+from terrazzo.engine.states.state_names import numbered
 
 __all__ = ["FullStates", "StateReader", "restore_optimizer", "restore_state"]
 

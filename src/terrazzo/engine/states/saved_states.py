@@ -12,11 +12,11 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.residual import Residual
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.buckets.resting.counted_once import NOTHING
+from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.plan.partition import Member
-from terrazzo.engine.plan.state_names import numbered
 from terrazzo.engine.runtime.calls import do_nothing
+from terrazzo.engine.states.state_names import numbered
 
 __all__ = ["SavedState", "copied_along", "saved_states", "saved_weights", "share_in_replica"]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.plan.absent_parameters import absent_in_place
+from terrazzo.engine.partition.absent_parameters import absent_in_place
 from terrazzo.engine.states.whole_tensors import collect_buffers, whole_weights
 
 __all__ = ["shows_all", "whole_state_dict"]

@@ -19,10 +19,10 @@ from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import engine_of
+from terrazzo.engine.partition.box import Box
+from terrazzo.engine.partition.rectangles import Rectangle
 from terrazzo.engine.pipeline.stages import stages_of
-from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.layout import Slot
-from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.buffers_and_extra_state import persistent_buffers
 from terrazzo.engine.states.parameter_table import TableRow, parameter_table

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from terrazzo.engine.offload.activations.offloaded_activations import OffloadedActivations
-from terrazzo.engine.plan.unit_choice import Units
+from terrazzo.engine.partition.unit_choice import Units
 from terrazzo.engine.unit_forwards.layered_forward import Forward, LayeredForward, surround, unit_modules
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.given_numbers import is_count

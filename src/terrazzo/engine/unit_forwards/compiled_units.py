@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from terrazzo.engine.plan.unit_choice import Units
+from terrazzo.engine.partition.unit_choice import Units
 from terrazzo.engine.unit_forwards.layered_forward import Forward, LayeredForward, surround, unit_modules
 from terrazzo.errors import BadInput
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine.offload.activations.offloaded_activations import OffloadedActivations
-from terrazzo.engine.plan.unit_choice import Units, find_units
+from terrazzo.engine.partition.unit_choice import Units, find_units
 
 __all__ = ["Forward", "Layer", "LayeredForward", "surround", "unit_modules"]
 

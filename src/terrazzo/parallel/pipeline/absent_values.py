@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch.nn.functional as F
 from torch import Tensor
 
-from terrazzo.engine.plan.absent_parameters import Absent
+from terrazzo.engine.partition.absent_parameters import Absent
 from terrazzo.engine.runtime.overrides import function_name
 from terrazzo.errors import Misuse
 

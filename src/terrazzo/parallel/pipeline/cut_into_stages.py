@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from terrazzo.engine import STAGES_OF, give_up
 from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.plan.partition import parameters_by_names
+from terrazzo.engine.partition.unit_members import parameters_by_names
 from terrazzo.engine.sharding.shared_parts_checks import check_uncompiled, check_uncut
 from terrazzo.errors import BadInput
 from terrazzo.messages import did_you_mean, listed

@@ -57,7 +57,7 @@ def _cuts_blocks(setup: Setup) -> bool:
     "experts beside 4 bits",
     reason="Experts' matrices are stacked, no linear layers: they stay in 16 bits, and have no adapters beside them.",
     alternative="Nothing has to change: these figures count it.",
-    source="terrazzo.engine.plan.packed_members.packed_members",
+    source="terrazzo.engine.partition.packed_members.packed_members",
 )
 def _experts_beside_4_bits(setup: Setup) -> bool:
     return setup.precision.frozen is not None and setup.model.experts > 0
@@ -242,7 +242,7 @@ def _loss_without_all_logits_in_fp16(setup: Setup) -> bool:
         "and nothing can overlap."
     ),
     alternative="Leave it so where it fits, else make each repeated block a unit (plan.units).",
-    source="terrazzo.engine.plan.unit_choice",
+    source="terrazzo.engine.partition.unit_choice",
 )
 def _model_in_one_unit(setup: Setup) -> bool:
     return whole_model(setup)

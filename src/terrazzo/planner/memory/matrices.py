@@ -18,7 +18,7 @@ from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.engine.optim.matrices.matrix_owners import CUT, Owners, owners_of
 from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.segments.group_runs import GroupedAxis
-from terrazzo.engine.plan.box import Box
+from terrazzo.engine.partition.box import Box
 from terrazzo.engine.plan.layout import Layout, Range, Slot, share
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.planner.caching import once

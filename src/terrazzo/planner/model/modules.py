@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine.plan.partition import Member, UnitSpec, partition
-from terrazzo.engine.plan.unit_choice import find_units
+from terrazzo.engine.partition.unit_choice import find_units
+from terrazzo.engine.partition.unit_members import Member, UnitSpec, partition
 from terrazzo.errors import BadInput
 from terrazzo.optim import divided
 from terrazzo.planner.model.closed_form import closed_form, family_name, merged, units_of_config

@@ -20,7 +20,7 @@ from terrazzo.checkpoint.importers.deepspeed.universal import alike
 from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.checkpoint.source import WEIGHT
 from terrazzo.engine import Box
-from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of
+from terrazzo.engine.partition.rectangles import Rectangle, rectangles_of
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["join"]

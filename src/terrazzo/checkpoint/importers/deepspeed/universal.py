@@ -15,7 +15,7 @@ from terrazzo.checkpoint.importers.deepspeed.trained import EXPERTS, Trained, ad
 from terrazzo.checkpoint.importers.parts.paths import subfolder
 from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
-from terrazzo.engine.plan.rectangles import Rectangle
+from terrazzo.engine.partition.rectangles import Rectangle
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["alike", "read_universal", "refuse_mixed_up"]

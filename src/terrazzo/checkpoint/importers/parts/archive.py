@@ -13,7 +13,7 @@ import torch
 from terrazzo.checkpoint.importers.parts.tree import Unusable, as_tree
 from terrazzo.checkpoint.importers.parts.unpickle import read_archive
 from terrazzo.checkpoint.importers.parts.values import Chunk, Region
-from terrazzo.engine.plan.rectangles import Rectangle
+from terrazzo.engine.partition.rectangles import Rectangle
 from terrazzo.errors import Damaged
 
 __all__ = ["Archive", "ArchivedChunk", "PlainValues"]

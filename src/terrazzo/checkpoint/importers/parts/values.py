@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from terrazzo.checkpoint.source import by_runs
-from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of
+from terrazzo.engine.partition.rectangles import Rectangle, rectangles_of
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["Chunk", "Chunked", "LoadedTensor", "Region", "Values"]

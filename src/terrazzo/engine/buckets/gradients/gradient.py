@@ -37,10 +37,10 @@ from terrazzo.engine.comm.tags import TIED_FLAGS, TIED_GRADIENTS
 from terrazzo.engine.comm.transfer import Moves, Released, converted, next_stream, outlives_chain, tail
 from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.plan.moves import Divisor, GradientFate, MoveBytes, ReductionMoves
-from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.device import HOST
 
 __all__ = ["Gradient"]

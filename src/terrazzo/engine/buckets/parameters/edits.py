@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from terrazzo.engine.buckets.parameters.aliases import leave_memory
 from terrazzo.engine.buckets.parameters.at_rest import plain_data
 from terrazzo.engine.buckets.parameters.note import note_of
-from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.runtime.private_torch import set_versions
 from terrazzo.errors import Misuse
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from terrazzo.engine.buckets.resting.buffer import Space
 from terrazzo.engine.mesh.family import seeing_same_data
+from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.error_feedback import ResidualSpec
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 
 __all__ = ["NOTHING", "CountedOnce", "sums_over"]

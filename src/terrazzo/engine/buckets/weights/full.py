@@ -22,8 +22,8 @@ from terrazzo.engine.buckets.weights.full_memory import FullMemory, Storages
 from terrazzo.engine.buckets.weights.weight_gathers import weight_gather
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.instrumentation.traffic import Ledger
+from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.errors import Misuse
 from terrazzo.messages import listed

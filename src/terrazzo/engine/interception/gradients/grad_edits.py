@@ -16,7 +16,7 @@ from torch import Tensor
 from terrazzo.engine.interception.gradients.gradient_answers import GradientAnswers
 from terrazzo.engine.interception.gradients.shown_gradients import ShownGradients
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.errors import Misuse
 

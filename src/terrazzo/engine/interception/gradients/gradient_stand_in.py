@@ -16,7 +16,7 @@ from torch import Tensor
 from terrazzo.engine.buckets.parameters.placeholder import Placeholder
 from terrazzo.engine.interception.gradients.gradient_answers import GradientAnswers, GradientKey
 from terrazzo.engine.interception.measuring.measures import can_be_measured, order_of_norm
-from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.runtime.device import is_cuda
 from terrazzo.engine.runtime.overrides import arguments_text, by_torch_names
 from terrazzo.engine.runtime.private_torch import FOREACH

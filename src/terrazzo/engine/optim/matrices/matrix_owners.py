@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from terrazzo.engine.optim.segments.group_runs import GroupedBucket
-from terrazzo.engine.plan.box import Box
+from terrazzo.engine.partition.box import Box
 from terrazzo.engine.plan.layout import Range, share
 
 __all__ = ["CUT", "AxisExchange", "Matrix", "MatrixPart", "Owners", "owners_of"]

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from terrazzo.engine.plan.box import Box
+from terrazzo.engine.partition.box import Box
 from terrazzo.engine.plan.layout import Range, Slot
 from terrazzo.engine.plan.precision import Precision
 

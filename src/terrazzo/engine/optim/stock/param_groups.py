@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.partition.unit_members import Member
 from terrazzo.errors import BadInput
 from terrazzo.optim import MatrixOptimizer
 

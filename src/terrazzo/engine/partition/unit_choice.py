@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from terrazzo.engine.plan.absent_parameters import absent_in_place
+from terrazzo.engine.partition.absent_parameters import absent_in_place
 from terrazzo.errors import BadInput
 from terrazzo.messages import did_you_mean
 from terrazzo.name_globs import level_hint, of_one_level

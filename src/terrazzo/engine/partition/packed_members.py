@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from terrazzo.engine.plan.box import Box
-from terrazzo.engine.plan.partition import Member, UnitSpec
+from terrazzo.engine.partition.box import Box
+from terrazzo.engine.partition.unit_members import Member, UnitSpec
 from terrazzo.engine.plan.precision import Precision
 
 __all__ = ["cuts_blocks", "packed_members"]

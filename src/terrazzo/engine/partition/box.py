@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.mesh.family import Family
+from terrazzo.engine.partition.rectangles import Rectangle, rectangles_of, whole
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of, whole
 from terrazzo.marks import Mark
 
 __all__ = [

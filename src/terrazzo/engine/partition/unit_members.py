@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine.mesh.family import Family
-from terrazzo.engine.plan.absent_parameters import absent_in_place
-from terrazzo.engine.plan.box import Box, Record, record_of
+from terrazzo.engine.partition.absent_parameters import absent_in_place
+from terrazzo.engine.partition.box import Box, Record, record_of
 
 __all__ = ["Member", "UnitSpec", "parameters_by_names", "partition"]
 

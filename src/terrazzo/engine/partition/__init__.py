@@ -1,0 +1,11 @@
+"""A model taken apart: which modules are units, which unit owns each parameter, and what a rank holds of it.
+
+    rectangles         rectangular parts of tensors, and those that a flat range is made of
+    box                the part of a parameter that a rank holds along `tp` or `ep`
+    absent_parameters  what stands for parameters of stages that other ranks run: drawn here too, then dropped
+    unit_choice        which modules are units
+    unit_members       which unit owns each parameter, and what is known of it
+    packed_members     which frozen matrices of a unit are kept in 4 bits
+
+Read them in that order. `rectangles` and `box` are arithmetic; the others look at modules, and allocate nothing.
+"""
