@@ -5,123 +5,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from terrazzo.engine.buckets.bucket_layout import BucketLayout
 from terrazzo.engine.buckets.gradients.gradient import Gradient
-from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space, StateStore
+from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, StateStore
 from terrazzo.engine.buckets.resting.coded import CodedState
-from terrazzo.engine.buckets.resting.counted_once import CountedOnce
+from terrazzo.engine.buckets.resting.moment_states import MomentStates
 from terrazzo.engine.buckets.resting.with_remainder import WithRemainder
 from terrazzo.engine.buckets.weights.full import FullWeights
-from terrazzo.engine.buckets.weights.weight_gathers import UpdateWay, update_way
+from terrazzo.engine.buckets.weights.weight_gathers import update_way
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.formats.bf16_remainder import split_remainder
-from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.instrumentation.traffic import Ledger
-from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.mesh.family import Family
-from terrazzo.engine.partition.box import Box
-from terrazzo.engine.partition.unit_members import Member
-from terrazzo.engine.plan.bucket_spec import BucketSpec, StateBytes
-from terrazzo.engine.plan.layout import Layout, Range, Slot, travels_in_blocks
-from terrazzo.engine.plan.place import ON_DEVICE, Tiers
-from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.plan.bucket_spec import StateBytes
+from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.runtime.private_torch import plainly
 
 __all__ = ["Bucket"]
 
 
-class Bucket:
-    """Memory for what a `BucketSpec` describes: parameters of one unit that share a flat index space.
+class Bucket(BucketLayout):
+    """Memory for a `BucketLayout`: what its `spec` describes.
 
     Args:
-        members: the parameters, in layout order.
+        laid_out: its parameters, whose values fill the states; they become views of the full weights.
+        store: gives the states their places.
         ledger: of transient memory.
-        keep, tiers, packed: as for `BucketSpec`.
 
     Attributes:
-        spec: the description.
-        counted: of elements that several ranks have, which copy counts.
-        gradient: of its parameters.
-        moments: what the optimizer keeps for each element away from the device or in 8 bits, by its own names.
-        changes: counts those of the weights.
-        weight, master: at rest, from `build` on; one memory, or part of one, where the description says so.
+        weight, master: at rest; one memory, or part of one, where the description says so.
         exact: the master weights with what they leave out of fp32, where that is kept; else `master` itself.
-        outer: the states of the outer step, likewise: weights that a round began with, and momentum; see `DiLoCo`.
-        full: the weights that the parameters are views of, from `build` on.
+        gradient: of its parameters.
+        outer: the states of the outer step: weights that a round began with, and momentum; see `DiLoCo`.
+        moments: what the optimizer keeps for each element away from the device or in 8 bits.
+        full: the weights that the parameters are views of.
+        changes: counts those of the weights.
     """
 
-    weight: Resting
-    master: Resting
-    exact: Resting
-    full: FullWeights
-    _update: UpdateWay
+    def __init__(self, laid_out: BucketLayout, store: StateStore, ledger: Ledger) -> None:
+        super().__init__(laid_out.members, laid_out.spec, laid_out.space)
+        spec, self.ledger, self.changes = self.spec, ledger, 0
+        self.weight = self._weight(store)
+        self.master = self._master(store)
+        self.exact = self._exact(store)
+        self.gradient = Gradient(self.space, spec, self.members, self.counted, store, ledger)
+        self.outer: list[Resting] = [
+            store.state(self.space, spec.outer_axes, torch.float32, spec.outer_tier) for _ in range(spec.outer_states)
+        ]
+        self.moments = MomentStates(self.space, spec)
+        for slot, member in zip(self.slots, self.members, strict=True):
+            self._fill(slot, member.parameter.detach())
+        self.full = FullWeights(self.members, spec, self.space, self.weight, ledger)
+        self._update = update_way(spec, ledger)
 
-    def __init__(
-        self,
-        members: list[Member],
-        sharding: ShardingSpec,
-        ledger: Ledger,
-        keep: bool | None = None,
-        tiers: Tiers = ON_DEVICE,
-        packed: FrozenFormat | None = None,
-    ) -> None:
-        axes, first = sharding.axes, members[0].parameter
-        align = sharding.precision.align(packed, sharding.diloco)
-        layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(sharding.ranks), align)
-        self.spec = BucketSpec(
-            full_numel=layout.numel,
-            plan=sharding.plan,
-            precision=sharding.precision,
-            ranks=sharding.ranks,
-            tiers=tiers,
-            trainable=members[0].trainable,
-            keep=keep,
-            stored=None if first.dtype.is_floating_point else first.dtype,
-            on_host=axes.device.type == "cpu",
-            tied_ranks=members[0].tied_ranks,
-            packed=packed,
-            in_blocks=first.dtype.is_floating_point and travels_in_blocks(members[0].shape),
-            diloco=sharding.diloco,
-        )
-        self.members, self.ledger, self.space = members, ledger, Space(layout, axes)
-        self.counted = CountedOnce(self.space, self.spec)
-        self.gradient = Gradient(self.space, self.spec, members, self.counted, ledger)
-        self.moments: dict[str, Resting] = {}
-        self.outer: list[Resting] = []
-        self._boxes = {member.name: member.box for member in members}
-        self.changes = 0
-        self._moment_rooms: list[tuple[Range, Resting]] = []
+    def _weight(self, store: StateStore) -> Resting:
+        spec, tier = self.spec, self.spec.tiers.weight
+        if spec.packed is None:
+            return store.state(self.space, spec.weight_axes, spec.weight_dtype, tier)
+        blocks = spec.packed.blocks
+        codes = store.state(self.space.as_bytes(blocks), spec.weight_axes, torch.uint8, tier)
+        return CodedState(self.space, spec.weight_axes, codes, blocks, torch.bfloat16)
 
-    @property
-    def axes(self) -> Axes:
-        """The axes of the mesh."""
-        return self.space.axes
+    def _master(self, store: StateStore) -> Resting:
+        spec = self.spec
+        if spec.has_own_master:
+            return store.state(self.space, spec.optim_axes, spec.precision.master, spec.tiers.optim)
+        return self.weight.narrow(spec.optim_axes) if isinstance(self.weight, Buffer) else self.weight
 
-    @property
-    def family(self) -> Family:
-        """The family of its parameters, which says over which axes their gradients are summed."""
-        return self.members[0].family
-
-    @property
-    def slots(self) -> Sequence[Slot]:
-        return self.space.layout.slots
-
-    def coordinate(self, axis: str) -> tuple[int, int]:
-        """This rank's index along an axis, and how many there are."""
-        along = self.axes.along(axis)
-        return along.rank, along.size
-
-    def part(self, axes: tuple[str, ...]) -> Range:
-        """This rank's part of the flat space when it is split over `axes`."""
-        return self.space.range(axes)
-
-    def box(self, slot: Slot) -> Box:
-        """This rank's part of the parameter in a slot."""
-        return self._boxes[slot.name]
+    def _exact(self, store: StateStore) -> Resting:
+        spec = self.spec
+        if not spec.has_remainder:
+            return self.master
+        remainder = store.state(self.space, spec.optim_axes, torch.int16, spec.tiers.optim)
+        return WithRemainder(self.space, spec.optim_axes, self.master, remainder)
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -132,71 +92,6 @@ class Bucket:
             with plainly():
                 for member in self.members:
                     member.parameter.grad = None
-
-    # -- building ----------------------------------------------------------------------------------------------
-
-    def build(self, store: StateStore) -> None:
-        """Allocate the states, fill them from the parameters' values, and make the parameters views."""
-        spec, tiers = self.spec, self.spec.tiers
-        if spec.packed is None:
-            self.weight = store.state(self.space, spec.weight_axes, spec.weight_dtype, tiers.weight)
-        else:
-            blocks = spec.packed.blocks
-            codes = store.state(self.space.as_bytes(blocks), spec.weight_axes, torch.uint8, tiers.weight)
-            self.weight = CodedState(self.space, spec.weight_axes, codes, blocks, torch.bfloat16)
-        if spec.has_own_master:
-            self.master = store.state(self.space, spec.optim_axes, spec.precision.master, tiers.optim)
-        else:
-            self.master = self.weight.narrow(spec.optim_axes) if isinstance(self.weight, Buffer) else self.weight
-        self.exact = self.master
-        if spec.has_remainder:
-            remainder = store.state(self.space, spec.optim_axes, torch.int16, tiers.optim)
-            self.exact = WithRemainder(self.space, spec.optim_axes, self.master, remainder)
-        if spec.trainable:
-            self.gradient.build(store)
-        for _ in range(spec.outer_states):
-            self.outer.append(store.state(self.space, spec.outer_axes, torch.float32, spec.outer_tier))
-        for slot, member in zip(self.slots, self.members, strict=True):
-            self._fill(slot, member.parameter.detach())
-        self.full = FullWeights(self.members, spec, self.space, self.weight, self.ledger)
-        self._update = update_way(spec, self.ledger)
-
-    def build_moments(self, store: StateStore, windows: Mapping[str, Range]) -> None:
-        """Make room for what the optimizer will keep for each element away from the device or in 8 bits.
-
-        Room that an earlier optimizer has left is used again.
-
-        Args:
-            windows: for each state, by name, those of this rank's elements that have it.
-        """
-        axes, tier, precision = self.spec.optim_axes, self.spec.tiers.optim, self.spec.precision
-        form, rooms = precision.narrow, self._moment_rooms
-        states: dict[str, Resting] = {}
-        for name, room in self.rooms_left(windows).items():
-            if room is None:
-                if form is None:
-                    everything = windows[name] == self.space.range(axes)
-                    space = self.space if everything else self.space.windowed(windows[name])
-                    state = store.state(space, axes, precision.shown_moments, tier)
-                else:
-                    state = store.state(self.space.as_bytes(form.blocks), axes, torch.uint8, tier)
-                rooms.append((windows[name], state))
-                room = len(rooms) - 1
-            state = rooms[room][1]
-            if form is None:
-                states[name] = state
-            else:
-                states[name] = CodedState(self.space, axes, state, form.blocks.of(name), torch.float32)
-        self.moments = states
-
-    def rooms_left(self, windows: Mapping[str, Range]) -> dict[str, int | None]:
-        """Choose, for each state, one of the rooms that earlier optimizers have left; None: it needs one of its own."""
-        free, rooms = list(range(len(self._moment_rooms))), dict[str, int | None]()
-        for name, window in windows.items():
-            fitting = (room for room in free if self._moment_rooms[room][0].intersect(window).numel == window.numel)
-            rooms[name] = next(fitting, None)
-            free = [room for room in free if room != rooms[name]]
-        return rooms
 
     # -- values ------------------------------------------------------------------------------------------------
 

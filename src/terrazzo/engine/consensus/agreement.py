@@ -15,6 +15,7 @@ from torch import nn
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.consensus.number_rows import number_rows
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, meet
 from terrazzo.engine.instrumentation.label import Label
@@ -92,9 +93,9 @@ class Agreement:
         return strayed, flags[: len(own_late)], flags[len(own_late) :]
 
 
-def flags_numel(units: Sequence[Unit]) -> int:
+def flags_numel(units: Sequence[UnitLayout]) -> int:
     """int64 elements that `Agreement.agree_on_gradients` exchanges over every axis."""
-    return MEETING_NUMEL + 1 + len(units) + sum(len(bucket.members) for bucket in _trainable(units))
+    return MEETING_NUMEL + 1 + len(units) + sum(len(bucket.members) for unit in units for bucket in unit.trainable())
 
 
 def _encoded(visits: Sequence[Visit], recomputed: Collection[tuple[int, int]]) -> list[int]:

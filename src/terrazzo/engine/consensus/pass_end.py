@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label, moving
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.progress.training_progress import Progress
@@ -21,7 +21,7 @@ MEETING_NUMEL = 4
 """int64 elements that each meeting exchanges over every axis, besides its numbers."""
 
 
-def weights_are_split(units: Iterable[Unit]) -> bool:
+def weights_are_split(units: Iterable[UnitLayout]) -> bool:
     """Whether weights at rest are, so that a rank can need those of another in the middle of a pass."""
     return any(bucket.spec.weight_axes for unit in units for bucket in unit.buckets)
 

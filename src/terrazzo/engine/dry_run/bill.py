@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.buckets.bucket_layout import BucketLayout
+from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.dry_run.outer_steps import dry_run_fragments, dry_run_outer_step, under_way_bytes
 from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.offload.needs import disk_bytes, host_bytes, host_sum_bytes, moment_names, need_of
@@ -79,7 +79,7 @@ class MemoryBill:
 
 
 def memory_bill(
-    units: Sequence[Unit], templates: Templates, offload: Offload, step: StepSpec, *, averages: bool = False
+    units: Sequence[UnitLayout], templates: Templates, offload: Offload, step: StepSpec, *, averages: bool = False
 ) -> MemoryBill:
     """The bill of these units, whether or not they have been built.
 
@@ -124,7 +124,7 @@ def _average_bytes(specs: Sequence[BucketSpec]) -> tuple[int, int]:
     return on_device, on_host
 
 
-def _moments_bytes(buckets: Sequence[Bucket], templates: Templates) -> int:
+def _moments_bytes(buckets: Sequence[BucketLayout], templates: Templates) -> int:
     total = 0
     for bucket in buckets:
         own = bucket.spec

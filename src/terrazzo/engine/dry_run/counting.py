@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.bucket_layout import BucketLayout
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.transfer import Handle, Moves, Released, Transfer
 from terrazzo.engine.instrumentation.label import Label
@@ -95,7 +95,7 @@ class CountingUnit:
         self.last_position: float = math.inf
         self._filled_numel = 0
 
-    def expect_in_turn(self, buckets: Sequence[Bucket], is_around: bool) -> None:
+    def expect_in_turn(self, buckets: Sequence[BucketLayout], is_around: bool) -> None:
         """Expect the gradients of the parameters in its buckets, one after the other.
 
         Of what several modules share, with the one that is registered first: the others have run backward by then.

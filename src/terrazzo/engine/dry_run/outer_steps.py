@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 
-from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.dry_run.counting import CountingBucket, StepCounts
 from terrazzo.engine.instrumentation.tally import Tally
@@ -19,7 +19,7 @@ from terrazzo.engine.replicas.outer_weights import dry_run_set_master
 __all__ = ["dry_run_fragments", "dry_run_outer_step", "under_way_bytes"]
 
 
-def dry_run_outer_step(units: Sequence[Unit]) -> Tally:
+def dry_run_outer_step(units: Sequence[UnitLayout]) -> Tally:
     """Transient memory and traffic on this rank of the outer step that ends a round, and of what replicas compare as
     one begins. Nothing where there is none.
 
@@ -37,7 +37,7 @@ def dry_run_outer_step(units: Sequence[Unit]) -> Tally:
     return tally
 
 
-def dry_run_fragments(units: Sequence[Unit]) -> list[Tally]:
+def dry_run_fragments(units: Sequence[UnitLayout]) -> list[Tally]:
     """The same of each outer step within a round; none where replicas do not stream."""
     tallies, trained = list[Tally](), _trained(units)
     for specs in _fragments(trained):
@@ -48,7 +48,7 @@ def dry_run_fragments(units: Sequence[Unit]) -> list[Tally]:
     return tallies
 
 
-def under_way_bytes(units: Sequence[Unit]) -> int:
+def under_way_bytes(units: Sequence[UnitLayout]) -> int:
     """The most memory that an exchange has which is under way while steps are taken; also that of a replica alone,
     whose outer gradients are ready at once and wait as long.
     """
@@ -58,7 +58,7 @@ def under_way_bytes(units: Sequence[Unit]) -> int:
     return max(exchange_bytes(_settings(trained), _numel(specs), axes) for specs in _fragments(trained))
 
 
-def _trained(units: Sequence[Unit]) -> list[list[BucketSpec]]:
+def _trained(units: Sequence[UnitLayout]) -> list[list[BucketSpec]]:
     """What outer steps are taken of, by unit."""
     by_unit = ([bucket.spec for bucket in unit.buckets if bucket.spec.outer_states] for unit in units)
     return [specs for specs in by_unit if specs]

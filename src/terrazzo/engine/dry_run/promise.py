@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
 from terrazzo.engine.dry_run.outer_steps import dry_run_fragments, dry_run_outer_step
 from terrazzo.engine.dry_run.step import StepSpec, dry_run
@@ -34,7 +34,7 @@ class Promise:
         averages: whether there is an average of the weights.
     """
 
-    units: Sequence[Unit]
+    units: Sequence[UnitLayout]
     sharding: ShardingSpec
     schedule: Schedule
     templates: Callable[[], Templates]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.consensus.agreement import flags_numel
@@ -64,7 +64,7 @@ class StepSpec:
         return cls(prefetch, micro_batches, stages is not None, stages, buffer_bytes, reached=reached)
 
 
-def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) -> Tally:
+def dry_run(units: Sequence[UnitLayout], step: StepSpec, templates: Templates = ()) -> Tally:
     """Transient memory and traffic of one optimizer step on this rank.
 
     Args:
@@ -77,8 +77,9 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
     for unit in units:
         forward_only = unit.forward_only and unit.index not in step.reached
         counting.append(CountingUnit(unit.name, unit.index, unit.specs, unit.compiled, forward_only, counts))
-    for unit, counting_unit, following in zip(units, counting, [*units[1:], None], strict=True):
-        counting_unit.expect_in_turn(unit.buckets, is_around=following is not None and contains(unit, following))
+    for unit, counting_unit, following in zip(units, counting, [*counting[1:], None], strict=True):
+        is_around = following is not None and contains(counting_unit, following)
+        counting_unit.expect_in_turn(unit.buckets, is_around)
         if step.behind_updates and any(bucket.spec.updated_off_device for bucket in unit.buckets):
             counting_unit.weights.begin_update()
     if step.stages is None:
@@ -96,12 +97,12 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
     return tally
 
 
-def parameters_of(unit: Unit) -> list[str]:
+def parameters_of(unit: UnitLayout) -> list[str]:
     """All names of the parameters of a unit."""
     return [name for bucket in unit.buckets for member in bucket.members for name in member.names]
 
 
-def _run_whole(units: Sequence[Unit], counting: Sequence[CountingUnit], step: StepSpec, tally: Tally) -> None:
+def _run_whole(units: Sequence[UnitLayout], counting: Sequence[CountingUnit], step: StepSpec, tally: Tally) -> None:
     schedule = Schedule(counting, step.prefetch, _meeting(units, tally.traffic))
     earlier = GradientFate.LOCAL if step.local_sums else GradientFate.REDUCED
     for index in range(step.micro_batches):
@@ -113,7 +114,7 @@ def _run_whole(units: Sequence[Unit], counting: Sequence[CountingUnit], step: St
 
 
 def _run_stages(
-    units: Sequence[Unit], counting: Sequence[CountingUnit], step: StepSpec, stages: Stages, tally: Tally
+    units: Sequence[UnitLayout], counting: Sequence[CountingUnit], step: StepSpec, stages: Stages, tally: Tally
 ) -> None:
     chunks = stages.share_out([*map(parameters_of, units)])
     schedule = PipelineSchedule(counting, chunks, step.prefetch, _meeting(units, tally.traffic))
@@ -166,7 +167,7 @@ def _backward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
     schedule.end_backward()
 
 
-def _meeting(units: Sequence[Unit], traffic: Traffic) -> Meet | None:
+def _meeting(units: Sequence[UnitLayout], traffic: Traffic) -> Meet | None:
     def meet(label: Label, number: int) -> int:
         _record_control(units, traffic, MEETING_NUMEL + 1)
         return 0
@@ -174,7 +175,7 @@ def _meeting(units: Sequence[Unit], traffic: Traffic) -> Meet | None:
     return meet if weights_are_split(units) else None
 
 
-def _record_control(units: Sequence[Unit], traffic: Traffic, numel: int) -> None:
+def _record_control(units: Sequence[UnitLayout], traffic: Traffic, numel: int) -> None:
     axes = units[0].buckets[0].axes
     for _ in axes.live(axes.within_stage):
         traffic.record("control", numel * torch.int64.itemsize)

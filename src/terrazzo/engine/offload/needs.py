@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.bucket_layout import BucketLayout
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.segments.group_runs import runs
 from terrazzo.engine.optim.stock.template import Templates
@@ -61,14 +62,14 @@ def host_sum_bytes(spec: BucketSpec) -> int:
     return off_device * padded_bytes(spec.numel(spec.plan.grad.axes) * spec.precision.accumulate.itemsize)
 
 
-def moment_names(bucket: Bucket, templates: Templates) -> list[str]:
+def moment_names(bucket: BucketLayout, templates: Templates) -> list[str]:
     """Names of the states that the optimizer keeps for each element of a bucket."""
     groups = dict.fromkeys(member.group for member in bucket.members if member.group >= 0)
     names = [name for group in groups for name in templates[group].per_element]
     return list(dict.fromkeys(names))
 
 
-def moment_windows(bucket: Bucket, templates: Templates, cell: int) -> dict[str, Range]:
+def moment_windows(bucket: BucketLayout, templates: Templates, cell: int) -> dict[str, Range]:
     """Which of this rank's elements of a bucket have each state, by the name that the optimizer keeps it under.
 
     Members are ordered by their param groups, so what some groups alone keep takes no room for the others. States in 8
@@ -111,12 +112,12 @@ def further_moment_bytes(buckets: Sequence[Bucket], templates: Templates) -> lis
     sizes: list[int] = []
     for bucket in (each for each in buckets if each.spec.updated_off_device):
         windows = moment_windows(bucket, templates, cell=1)
-        new = [name for name, room in bucket.rooms_left(windows).items() if room is None]
+        new = [name for name, room in bucket.moments.rooms_left(windows).items() if room is None]
         sizes += [math.ceil(windows[name].numel * bucket.spec.precision.moments.itemsize) for name in new]
     return sizes
 
 
-def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
+def need_of(buckets: Sequence[BucketLayout], templates: Templates, cell: int) -> Need:
     """The `Need` of these buckets, whether or not they have been built.
 
     Args:

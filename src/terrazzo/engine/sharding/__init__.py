@@ -9,16 +9,16 @@
                                                                                                 settings_checks,
                                                                                                 shared_parts_checks
       check_alike                       ranks have the same model, and were told the same       compared_facts
-      _lay_out: a Bucket for each group and what these cannot do is refused                     packed_checks,
+      _lay_out                          a BucketLayout for each group; what they cannot do      packed_checks,
                                                                                                 matrix_checks
     ------------------------------------------------------------------------------------------------------------
     _open_store                         host memory and files                                   shard
-    _build_units, one after the other   InitialValues.draw, synchronize, Bucket.build           shard, initial_values
+    _build_units, one after the other   InitialValues.draw, synchronize, Bucket                 shard, initial_values
     _make_engine                        schedule, hooks, `Engine`                               shard
     put_on, for each optimizer          an OptimizerDriver; `tz.attach` comes in here           attach
     _intercept                          what users call from now on; see `interception`               shard
 
-One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of the `Layout` of a `Bucket`, elements of the
+One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of a `BucketLayout`, elements of the
 `Resting` that holds this rank's part, and a view of `FullWeights`.
 
     shard                `tz.shard`, and `tz.estimate`, which stops before anything is changed

@@ -100,7 +100,7 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     driver = OptimizerDriver(optimizer, engine, templates, first)
     of_all = [*engine.drivers.templates, *templates]
     for bucket in (bucket for bucket in stepped if bucket.spec.moments_apart):
-        bucket.build_moments(engine.store, moment_windows(bucket, of_all, engine.store.settings.cell_numel))
+        bucket.moments.make_room(engine.store, moment_windows(bucket, of_all, engine.store.settings.cell_numel))
     if off_device:
         updater, mode = Updater(engine.store), engine.store.settings.step
         make = functools.partial(BackgroundUpdates, engine.units, engine.schedule, updater, mode, first)

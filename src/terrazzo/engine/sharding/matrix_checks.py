@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.bucket_layout import BucketLayout
 from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.errors import BadInput
 from terrazzo.messages import listed
@@ -15,7 +15,7 @@ from terrazzo.optim import MatrixOptimizer
 __all__ = ["check_matrices"]
 
 
-def check_matrices(buckets: Sequence[Bucket], templates: Templates, optimizers: Sequence[Optimizer]) -> None:
+def check_matrices(buckets: Sequence[BucketLayout], templates: Templates, optimizers: Sequence[Optimizer]) -> None:
     """Refuse stacks of matrices of which ranks have parts, and several optimizers of whole matrices.
 
     Args:

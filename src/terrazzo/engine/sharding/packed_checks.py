@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.offload.options import Offload
@@ -18,7 +18,7 @@ from terrazzo.messages import listed
 __all__ = ["check_packed"]
 
 
-def check_packed(units: Sequence[Unit], precision: Precision, axes: Axes, offload: Offload) -> None:
+def check_packed(units: Sequence[UnitLayout], precision: Precision, axes: Axes, offload: Offload) -> None:
     """Refuse a precision that keeps frozen matrices in 4 bits where there are none, or where they cannot be kept so.
 
     Raises:

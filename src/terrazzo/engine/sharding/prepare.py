@@ -13,11 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.buckets.bucket_layout import BucketLayout
+from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
 from terrazzo.engine.instrumentation.tally import Tally
-from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.engine.offload.activations.offloaded_activations import offloading_of
@@ -113,7 +112,7 @@ class Prepared:
     mesh_axes: Axes
     sharding: ShardingSpec
     tally: Tally
-    units: list[Unit]
+    units: list[UnitLayout]
     drawn: list[UnitSpec]
     why_units: str
     optimizers: list[Optimizer]
@@ -199,7 +198,7 @@ def _lay_out(
 ) -> Prepared:
     axes, built = sharding.axes, arguments.optimizers
     owners = [number for number, each in enumerate(built) for _ in each.param_groups]
-    units = _units_of(arguments.specs, sharding, tally.ledger, owners)
+    units = _units_of(arguments.specs, sharding, owners)
     check_packed(units, arguments.precision, axes, options.offload)
     check_graphs(units, axes.device)
     check_offload({tier for unit in units for tier in unit.buckets[0].spec.tiers}, arguments.precision, options.offload)
@@ -244,8 +243,8 @@ def _build_optimizers(
     return built
 
 
-def _units_of(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, owners: Sequence[int]) -> list[Unit]:
-    """The units, with nothing allocated yet.
+def _units_of(specs: list[UnitSpec], sharding: ShardingSpec, owners: Sequence[int]) -> list[UnitLayout]:
+    """The units, laid out.
 
     Args:
         owners: for each param group the number of its optimizer.
@@ -256,17 +255,16 @@ def _units_of(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, own
         packed = packed_members(spec, sharding.precision)
         groups = _bucket_groups(spec.members, owners, packed, sharding.precision)
         buckets = [
-            Bucket(
+            BucketLayout.of(
                 group,
                 sharding.of(group[0].family),
-                ledger,
                 keep=not spec.name or (False if packed else None),
                 tiers=tiers,
                 packed=sharding.precision.frozen if group[0].position in packed else None,
             )
             for group in groups
         ]
-        units.append(Unit(names, index, spec.module, buckets, spec.forward_only))
+        units.append(UnitLayout(names, index, spec.module, buckets, spec.forward_only))
     return units
 
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.bucket_layout import BucketLayout
 from terrazzo.engine.buckets.parameters.gradient_hooks import ACCUMULATED_HAS_SCALE, has_accumulate_hooks
-from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.comm.backends import backend_of
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import seeing_other_data
@@ -58,14 +58,14 @@ def check_precision(precision: Precision, axes: Axes) -> None:
         ) from None
 
 
-def check_graphs(units: Iterable[Unit], device: torch.device) -> None:
+def check_graphs(units: Iterable[UnitLayout], device: torch.device) -> None:
     """Refuse units captured in CUDA graphs whose weights come and go: a graph reads fixed addresses.
 
     Raises:
         BadInput: there.
     """
     for unit in units:
-        if devices.is_cuda(device) and unit.captured and unit.weights.transient:
+        if devices.is_cuda(device) and unit.captured and not all(spec.resident for spec in unit.specs):
             raise BadInput(
                 f"{unit.title}: compiled into CUDA graphs (mode 'reduce-overhead' or 'max-autotune'), which read "
                 "weights at fixed addresses, and this plan frees them between uses. "
@@ -85,7 +85,7 @@ def check_hooks(members: Iterable[Member], precision: Precision) -> None:
             raise BadInput(f"{member.name!r} has been given a hook by {ACCUMULATED_HAS_SCALE}")
 
 
-def check_several(count: int, buckets: Sequence[Bucket], precision: Precision, diloco: DiLoCo | None) -> None:
+def check_several(count: int, buckets: Sequence[BucketLayout], precision: Precision, diloco: DiLoCo | None) -> None:
     """Refuse several optimizers where only one can be.
 
     Raises:
@@ -142,7 +142,7 @@ def warn_of_unused(plan: Plan, offload: Offload, activations: bool) -> None:
         _warn_of(offload, names, plan, why, f", or place states there, as plan 'zero3@{tier}' does")
 
 
-def warn_of_unused_formats(sharding: ShardingSpec, buckets: Iterable[Bucket]) -> None:
+def warn_of_unused_formats(sharding: ShardingSpec, buckets: Iterable[BucketLayout]) -> None:
     """Warn of what a precision says of messages where none of `buckets` has any; see `Precision.unused_under`."""
     of_buckets = [Precision.unused_under(bucket.spec.plan, seeing_other_data(bucket.spec.ranks)) for bucket in buckets]
     for why, names in of_buckets[0].items():

@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.consensus.pass_end import meet, weights_are_split
@@ -96,8 +98,7 @@ def shard(  # structure: signature fixed by the design
     prepared = prepare(model, optimizer, plan, options)
     _warn_of_orphans(prepared.units, prepared.optimizers)
     store = _open_store(model, prepared, options.offload)
-    _build_units(model, prepared, store)
-    engine = _make_engine(model, prepared, prefetch, store)
+    engine = _make_engine(model, prepared, _build_units(model, prepared, store), prefetch, store)
     for built in prepared.optimizers:
         first = engine.drivers.next_group
         put_on(engine, built, prepared.templates[first : first + len(built.param_groups)])
@@ -131,12 +132,12 @@ def estimate(  # structure: signature fixed by that of shard
     return memory_bill(prepared.units, prepared.templates, options.offload, step)
 
 
-def _most_bytes_of_a_step(units: Sequence[Unit]) -> int:
+def _most_bytes_of_a_step(units: Sequence[UnitLayout]) -> int:
     """More than gradients and what comes and goes in a step can take; the bill, which is exact, takes time to make."""
     return 32 * sum(bucket.spec.full_numel for unit in units for bucket in unit.buckets)
 
 
-def _warn_of_orphans(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> None:
+def _warn_of_orphans(units: Sequence[UnitLayout], optimizers: Sequence[Optimizer]) -> None:
     """Say which parameters get gradients that no optimizer takes."""
     names = orphans([member for unit in units for bucket in unit.buckets for member in bucket.members])
     if names and optimizers and dist.get_rank() == 0:
@@ -175,26 +176,29 @@ def _ranks_beside(axes: Axes) -> int:
     return max(1, int((axes.rows(own, axes.whole_mesh) == own).sum()))
 
 
-def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> None:
-    """Give every unit its values and its memory, one after the other."""
-    axes, units = prepared.mesh_axes, {unit.name: unit for unit in prepared.units}
-    values = InitialValues(model, axes)
+def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> list[Unit]:
+    """Make every unit: its values, and its memory, one after the other."""
+    axes, laid_out = prepared.mesh_axes, {unit.name: unit for unit in prepared.units}
+    values, units, ledger = InitialValues(model, axes), list[Unit](), prepared.tally.ledger
     for spec in prepared.drawn:
         fresh = values.draw(spec)
-        if (unit := units.get(spec.name)) is None:
+        if (unit := laid_out.get(spec.name)) is None:
             continue
+        buckets: list[Bucket] = []
         for bucket in unit.buckets:
             loaded = [member.parameter for member in bucket.members if member.parameter not in fresh]
             synchronize(loaded, axes, (*bucket.spec.ranks, *bucket.axes.replica_axis))
-            bucket.build(store)
+            buckets.append(Bucket(bucket, store, ledger))
+        units.append(Unit(unit, buckets))
     values.finish()
     for built in prepared.optimizers:
         values.hand_to(built)
+    return units
 
 
-def _make_engine(model: nn.Module, prepared: Prepared, prefetch: int, store: Store) -> Engine:
-    """Make the engine of units that have been built: it moves them, and counts from here on."""
-    units, sharding, tally = prepared.units, prepared.sharding, prepared.tally
+def _make_engine(model: nn.Module, prepared: Prepared, units: Sequence[Unit], prefetch: int, store: Store) -> Engine:
+    """Make the engine of these units: it moves them, and counts from here on."""
+    sharding, tally = prepared.sharding, prepared.tally
     tally.traffic.count_along(exchanged_along(model))
     tally.reset()
     axes, stages = sharding.axes, stages_of(model)

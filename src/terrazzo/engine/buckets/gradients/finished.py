@@ -27,21 +27,19 @@ class FinishedGradient:
         changes: how often the gradient has changed.
     """
 
-    _store: StateStore  # from `build` on
-    _at_rest: Resting | None  # None on the device: each finished gradient is a tensor of its own
-
-    def __init__(self, space: Space, spec: BucketSpec, counted: CountedOnce) -> None:
-        self.space, self._spec, self._counted = space, spec, counted
+    def __init__(self, space: Space, spec: BucketSpec, counted: CountedOnce, store: StateStore) -> None:
+        self.space, self._spec, self._counted, self._store = space, spec, counted, store
+        self._at_rest = self._place(store)
         self.sum: SummedGradient | None = None
         self.changes = 0
         self._finite_before: list[Tensor] = []  # of parts that have been changed since
 
-    def build(self, store: StateStore) -> None:
-        """Allocate what lies elsewhere than on the device."""
-        self._store = store
+    def _place(self, store: StateStore) -> Resting | None:
+        """Place for finished gradients; None on the device, where each is a tensor of its own, and for none."""
         spec, tier = self._spec, self._spec.tiers.grad
-        dtype = spec.precision.accumulate
-        self._at_rest = None if tier == "device" else store.state(self.space, spec.optim_axes, dtype, tier)
+        if tier == "device" or not spec.trainable:
+            return None
+        return store.state(self.space, spec.optim_axes, spec.precision.accumulate, tier)
 
     @property
     def exists(self) -> bool:

@@ -55,6 +55,7 @@ class Gradient:
     Args:
         members: the parameters.
         counted: whether this rank's gradient of one counts.
+        store: gives what rests of them its places.
         ledger: counts transient memory.
         spec: says how gradients are summed over ranks, in which dtypes, where sums rest, and which residuals there are.
 
@@ -65,29 +66,26 @@ class Gradient:
         residuals: what its codes have lost, with error feedback: of gradients, and of sums that are sent in codes too.
     """
 
-    _store: StateStore  # from `build` on
-
     def __init__(
-        self, space: Space, spec: BucketSpec, members: Sequence[Member], counted: CountedOnce, ledger: Ledger
+        self,
+        space: Space,
+        spec: BucketSpec,
+        members: Sequence[Member],
+        counted: CountedOnce,
+        store: StateStore,
+        ledger: Ledger,
     ) -> None:
-        self.space, self.spec, self.ledger = space, spec, ledger
+        self.space, self.spec, self.ledger, self._store = space, spec, ledger, store
         self._tier = spec.tiers.grad
         self.seen = [False] * len(members)
         self._unstepped = [False] * len(members)  # what has been finished, and no step has taken
-        self.finished = FinishedGradient(space, spec, counted)
-        self.residuals = [Residual(space, each, spec.residual_tier) for each in spec.gradient_wire.residuals]
+        self.finished = FinishedGradient(space, spec, counted, store)
+        self.residuals = [Residual(space, each, spec.residual_tier, store) for each in spec.gradient_wire.residuals]
         self._numels = [math.prod(member.shape) for member in members]
         self._counts = [counted.gives_gradient(member) for member in members]
         self._unreduced: UnreducedGradient | None = None
         self._partial: SummedGradient | None = None
         self._partial_at_rest: Buffer | None = None
-
-    def build(self, store: StateStore) -> None:
-        """Allocate what lies elsewhere than on the device."""
-        self._store = store
-        self.finished.build(store)
-        for residual in self.residuals:
-            residual.build(store)
 
     # -- within a micro-batch ----------------------------------------------------------------------------------
 

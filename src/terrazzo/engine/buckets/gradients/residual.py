@@ -26,22 +26,15 @@ class Residual:
 
     Attributes:
         spec: which elements, and along which axes ranks have one of their own.
-        committed: as the last step has left it, from `build` on.
+        committed: as the last step has left it; zero at first.
     """
 
-    committed: Resting
-    _uncommitted: Resting  # as the step leaves it whose gradients are being summed, where `_is_encoded`
-
-    def __init__(self, space: Space, spec: ResidualSpec, tier: str) -> None:
-        self.spec, self._space, self._tier = spec, space, tier
+    def __init__(self, space: Space, spec: ResidualSpec, tier: str, store: StateStore) -> None:
+        self.spec, self._space = spec, space
         self._is_encoded = False  # whether gradients have been encoded that no step has taken
-
-    def build(self, store: StateStore) -> None:
-        """Allocate it, zero."""
-        axes = self.spec.axes
-        self.committed, self._uncommitted = (
-            store.state(self._space, axes, RESIDUAL_DTYPE, self._tier) for _ in range(2)
-        )
+        self.committed = store.state(space, spec.axes, RESIDUAL_DTYPE, tier)
+        # As the step leaves it whose gradients are being summed, where `_is_encoded`.
+        self._uncommitted = store.state(space, spec.axes, RESIDUAL_DTYPE, tier)
 
     @property
     def nbytes(self) -> int:

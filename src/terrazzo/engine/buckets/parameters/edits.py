@@ -8,7 +8,7 @@ trained, without a word.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from torch.autograd.graph import increment_version
 
 from terrazzo.engine.buckets.parameters.aliases import leave_memory
 from terrazzo.engine.buckets.parameters.at_rest import plain_data
-from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.runtime.private_torch import set_versions
 from terrazzo.errors import Misuse
@@ -77,14 +76,14 @@ class Edits:
             for member, place in zip(members, places, strict=True)
         ]
         self._trainable = members[0].trainable
-        self.data_taken: set[str] = set()
-        for member in members:
-            if (note := note_of(member.parameter)) is not None:
-                taken = functools.partial(_note_taken, self.data_taken, member.name)
-                note.alias = taken if resident else Tensor.detach
+        self._resident, self.data_taken = resident, set[str]()
         self._views = [member.parameter for member in members]
         self._ahead = 0  # by how much their versions are, while they are put away
         self._versions = self._current()
+
+    def alias_of(self, member: Member) -> Callable[[nn.Parameter], Tensor]:
+        """What `.data` of a parameter gives, in place of torch's own."""
+        return functools.partial(_note_taken, self.data_taken, member.name) if self._resident else Tensor.detach
 
     @property
     def flat(self) -> Tensor:

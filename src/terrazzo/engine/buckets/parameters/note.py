@@ -18,10 +18,10 @@ class Note:
     Attributes:
         name: what errors call it.
         split: whether its values are split over ranks; else they are only out of reach while they are updated.
+        alias: what `.data` gives, in place of torch's own.
         reach: gathers the values if the model's forward runs; returns whether they are on this rank.
         measure: what a function makes of the values while they are split; None where it makes nothing.
         arrive: waits for new values that are on their way.
-        alias: what `.data` gives, in place of torch's own.
         refuses: why no gradient may come from what is computed with it now; None where one may.
         loss_scale: what its gradients are multiplied by while autograd has them; None where there is no such scale.
         accumulate_hook: number of the engine's hook after autograd's accumulation, which takes the gradient away.
@@ -30,10 +30,10 @@ class Note:
 
     name: str
     split: bool = True
+    alias: Callable[[nn.Parameter], Tensor] | None = None
     reach: Callable[[], bool] | None = None
     measure: Callable[..., Any] | None = None
     arrive: Callable[[], None] | None = None
-    alias: Callable[[nn.Parameter], Tensor] | None = None
     refuses: str | None = None
     loss_scale: Callable[[], float] | None = None
     accumulate_hook: int | None = None

@@ -57,8 +57,8 @@ class FullWeights:
         slots = space.layout.slots
         for slot, member in zip(slots, members, strict=True):
             member.parameter.data = view(self.data, slot)
-        self._guard = Guard([(member.parameter, Note(member.name, split=not spec.resident)) for member in members])
-        self.edits = Edits(members, (view(self.data, slot) for slot in slots), self.data, spec.resident)
+        edits = self.edits = Edits(members, (view(self.data, slot) for slot in slots), self.data, spec.resident)
+        self._guard = Guard([(m.parameter, Note(m.name, not spec.resident, edits.alias_of(m))) for m in members])
         if not spec.resident:
             self.release()
 
