@@ -105,6 +105,10 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
     "place without a tier": (lambda m: tz.Place(("D",), None), ["tier is None", "'cpu'"]),  # type: ignore[arg-type]
     "place of a list": (lambda m: tz.Place(["D"]), ["axes are ['D']", "a tuple"]),  # type: ignore[arg-type]
     "tier as a number": (lambda m: tz.Plan.named("zero3").on(weight=3), ["tier is 3", "'cpu'"]),  # type: ignore[arg-type]
+    "tier without a name": (
+        lambda m: tz.shard(m, None, tz.Plan.named("zero3").on(grad="")),
+        ["plan zero3: grad: ''", "does not exist"],
+    ),
     "checkpointing by number": (lambda m: checkpoint_activations(m, 3), ["3", "selective_half"]),  # type: ignore[arg-type]
     "operators themselves": (
         lambda m: checkpoint_activations(m, "selective", ops=[torch.ops.aten.mm]),

@@ -15,7 +15,7 @@ from terrazzo.engine.partition.box import Box
 from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Layout, Range, Slot, travels_in_blocks
-from terrazzo.engine.plan.place import Tiers
+from terrazzo.engine.plan.place import Keep, Tiers
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 
 __all__ = ["BucketLayout"]
@@ -40,7 +40,7 @@ class BucketLayout:
         cls,
         members: Sequence[Member],
         sharding: ShardingSpec,
-        keep: bool | None,
+        keep: Keep,
         tiers: Tiers,
         packed: FrozenFormat | None,
     ) -> BucketLayout:

@@ -34,7 +34,7 @@ from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE
 from terrazzo.engine.plan.gradient_wire import Axis, GradientWire
 from terrazzo.engine.plan.moves import GradientFate, MoveBytes, ReductionMoves, Sums
-from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
+from terrazzo.engine.plan.place import ON_DEVICE, Keep, Plan, Tiers
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, WeightWire
 
@@ -59,9 +59,7 @@ class BucketSpec:
         ranks: the axes with more than one rank over which gradients are summed, innermost first; data axes come first.
         tiers: where its states rest.
         trainable: or frozen.
-        keep: whether full weights stay from forward to backward; None: as the plan says. Those of the root do, which
-            would be gathered again at once. Those beside packed weights in a unit do not: backward gathers the unit
-            anyway, and what the plan keeps of them is put beside.
+        keep: what stays of full weights from forward to backward.
         stored: dtype of parameters that are no floating-point numbers, which no precision changes.
         on_host: whether collectives reach the host's memory: ranks on CPUs.
         tied_ranks: the ranks along `pp` that have these parameters, where several do.
@@ -76,7 +74,7 @@ class BucketSpec:
     ranks: Mapping[str, Axis]
     tiers: Tiers = ON_DEVICE
     trainable: bool = True
-    keep: bool | None = None
+    keep: Keep = Keep.AS_PLANNED
     stored: torch.dtype | None = None
     on_host: bool = False
     tied_ranks: tuple[int, ...] = ()
@@ -95,7 +93,7 @@ class BucketSpec:
     @cached_property
     def between_axes(self) -> tuple[str, ...]:
         """Axes over which what is kept of full weights from forward to backward is split."""
-        return () if self.keep else self.plan.between.axes
+        return () if self.keep is Keep.ALL else self.plan.between.axes
 
     @cached_property
     def optim_axes(self) -> tuple[str, ...]:
@@ -155,12 +153,10 @@ class BucketSpec:
     @cached_property
     def regathered(self) -> bool:
         """Whether backward gathers full weights again, because they do not stay from forward to backward."""
-        if self.resident:
+        if self.resident or self.keep is Keep.ALL:
             return False
-        if self.keep is not None:
-            return not self.keep
         is_away = not self.weight_axes and self.tiers.weight != "device"  # whole, but to be fetched
-        return self.between_axes != () or is_away or self.packed is not None
+        return self.keep is Keep.BETWEEN or self.between_axes != () or is_away or self.packed is not None
 
     @cached_property
     def updated_off_device(self) -> bool:

@@ -13,6 +13,7 @@ has, `-` none. One rule makes every move a contiguous collective: each state's a
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from terrazzo.errors import BadInput
 from terrazzo.messages import did_you_mean
 from terrazzo.words import tier_shares
 
-__all__ = ["OFFLOADS", "ON_DEVICE", "PLANS", "ROWS", "Place", "Plan", "Tiers"]
+__all__ = ["OFFLOADS", "ON_DEVICE", "PLANS", "ROWS", "Keep", "Place", "Plan", "Tiers"]
 
 _SYMBOLS = {"S": ("dp_shard",), "R": ("dp_replicate",), "D": DATA_AXES, "-": ()}
 
@@ -36,6 +37,26 @@ class Tiers(NamedTuple):
 
 
 ON_DEVICE = Tiers()
+
+
+class Keep(enum.Enum):
+    """What stays of full weights from forward to backward, whatever the plan."""
+
+    AS_PLANNED = "all, or what `between` names, as the plan says"
+    ALL = "all"
+    BETWEEN = "what `between` names: all are gathered again"
+
+    @classmethod
+    def of(cls, is_root: bool, beside_packed: bool) -> Keep:
+        """Choose for one bucket of a unit. The root's weights would be gathered again at once; a unit with packed
+        weights is gathered again in any case, and what the plan keeps of its others is put beside.
+
+        Args:
+            beside_packed: whether the unit has weights in 4 bits, which never stay.
+        """
+        if is_root:
+            return cls.ALL
+        return cls.BETWEEN if beside_packed else cls.AS_PLANNED
 
 
 @dataclass(frozen=True)
@@ -247,8 +268,11 @@ class Plan:
     ) -> Plan:
         """This plan with other tiers, each as in `Place`; None leaves a state where it is."""
         tiers = {"weight": weight, "grad": grad, "optim": optim}
-        rows = {state: Place(place.axes, tiers.get(state) or place.tier) for state, place in self.places().items()}
-        return Plan(**rows, name=name or self.name)
+        rows = {
+            state: place if (tier := tiers.get(state)) is None else Place(place.axes, tier)
+            for state, place in self.places().items()
+        }
+        return Plan(**rows, name=self.name if name is None else name)
 
     def places(self) -> dict[str, Place]:
         return {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}

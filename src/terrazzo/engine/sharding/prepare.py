@@ -31,7 +31,7 @@ from terrazzo.engine.partition.unit_members import Member, UnitSpec, partition
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import travels_in_blocks
-from terrazzo.engine.plan.place import Plan
+from terrazzo.engine.plan.place import Keep, Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
@@ -258,7 +258,7 @@ def _units_of(specs: list[UnitSpec], sharding: ShardingSpec, owners: Sequence[in
             BucketLayout.of(
                 group,
                 sharding.of(group[0].family),
-                keep=not spec.name or (False if packed else None),
+                keep=Keep.of(is_root=not spec.name, beside_packed=bool(packed)),
                 tiers=tiers,
                 packed=sharding.precision.frozen if group[0].position in packed else None,
             )

@@ -13,6 +13,7 @@ from terrazzo.engine.plan.bucket_memory import copied_bytes
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up, travels_in_blocks
 from terrazzo.engine.plan.moves import GradientFate
+from terrazzo.engine.plan.place import Keep
 from terrazzo.planner.caching import once
 from terrazzo.planner.layout.placement import Placement
 from terrazzo.planner.model.shapes import TensorShape, UnitShape, parts_along_tp
@@ -65,7 +66,7 @@ def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
         apart = in_blocks and not travels_in_blocks(tensor.shape)
         kind = BucketKind(not tensor.trainable, is_shared, dealt_out, tensor.copies, packed, apart)
         groups.setdefault(kind, []).append(place)
-    keep = unit.is_root or (False if any(kind.packed for kind in groups) else None)
+    keep = Keep.of(unit.is_root, beside_packed=any(kind.packed for kind in groups))
     return tuple(PlannedBucket(unit, groups[kind], placement, kind.shared, keep) for kind in sorted(groups))
 
 
@@ -99,9 +100,7 @@ class PlannedBucket(BucketSpec):
             for what it updates as whole matrices.
     """
 
-    def __init__(
-        self, unit: UnitShape, places: Sequence[int], placement: Placement, shared: bool, keep: bool | None
-    ) -> None:
+    def __init__(self, unit: UnitShape, places: Sequence[int], placement: Placement, shared: bool, keep: Keep) -> None:
         self.optimizer, precision = placement.optimizer, placement.precision
         if self.optimizer.matrices is not None:
             places = sorted(places, key=lambda place: self.group_of(unit.tensors[place]))

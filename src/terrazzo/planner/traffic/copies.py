@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.engine.plan.moves import MoveBytes
+from terrazzo.engine.plan.place import Keep
 from terrazzo.planner.layout.buckets import PlannedBucket
 from terrazzo.planner.machine.transfers import Link, When
 from terrazzo.words import TIERS
@@ -21,7 +22,7 @@ def copies(bucket: PlannedBucket, when: When, each_is_reduced: bool) -> list[Mov
             no other rank has, as of experts without copies on other ranks.
     """
     tiers, weight_bytes = bucket.tiers, bucket.weight_bytes(bucket.numel(bucket.weight_axes))
-    fetches_again = not bucket.keep and bucket.between_axes == bucket.weight_axes
+    fetches_again = bucket.keep is not Keep.ALL and bucket.between_axes == bucket.weight_axes
     if when is When.FORWARD or (when is When.BACKWARD and fetches_again):
         return _way(tiers.weight, weight_bytes, "weights to the device", "weights from disk")
     if when is When.BACKWARD or not bucket.trainable:

@@ -93,7 +93,7 @@ def check_rounds(config: Config, step: int) -> None:
 def _with_tiers(plan: Plan, offload: OffloadConfig) -> Plan:
     """The plan with the tiers of the section `offload` instead of its own, under a preset's name if it is one."""
     by_state = {state: getattr(offload, state) for state in OFFLOADED_STATES}
-    if not any(by_state.values()):
+    if all(tiers is None for tiers in by_state.values()):
         return plan
     base = plan.base
     moved = plan.on(**by_state, name=f"{base}@custom")
