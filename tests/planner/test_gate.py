@@ -91,6 +91,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "terrazzo",
         {"gpus": 64, "strategy": "hybrid_shard", "dp_replicate": 8},
     ),
+    "groups across the edge of a host": (
+        "terrazzo",
+        {"gpus": 24, "strategy": "hybrid_shard", "dp_replicate": 4},
+        "terrazzo",
+        {"gpus": 24, "strategy": "hybrid_shard", "dp_replicate": 6},
+    ),
     "host that is not full": ("terrazzo", {"gpus": 12}, "terrazzo", {"gpus": 16}),
     "states on consumer disks": ("deepspeed", {"strategy": "zero3@nvme"}, "deepspeed", {"strategy": "zero3@cpu"}),
     "fewer micro-batches than stages": (
@@ -288,6 +294,38 @@ def framework_of(text: str) -> Framework:
 
 def rules_found(text: str, options: dict[str, Any]) -> set[str]:
     return {finding.rule for finding in findings(replace(setup_of(options), framework=framework_of(text)))}
+
+
+ACROSS = "groups across the edge of a host"
+
+
+@pytest.mark.parametrize(
+    ("options", "advice", "change"),
+    [
+        (
+            {"strategy": "hybrid_shard", "dp_replicate": 4},
+            "Use dp_replicate 6, for groups of 4, or 6 GPUs of each host (--per-node).",
+            {"dp_replicate": 6},
+        ),
+        ({"tp": 6}, "Use tp 4, or 6 GPUs of each host (--per-node).", {"tp": 4}),
+        ({"tp": 6, "per_node": 9}, "Use tp 3, or 6 GPUs of each host (--per-node).", {"tp": 3}),
+        ({"cp": 3, "tp": 2}, "Use cp 2, or 6 GPUs of each host (--per-node).", {"cp": 2}),
+        ({"pp": 4, "dp_replicate": 3}, "Use 6 GPUs of each host (--per-node).", {"per_node": 6}),
+        (
+            {"gpus": 128, "gpu": "gb200", "tp": 8, "dp_replicate": 4},
+            "Use sizes whose product along dp_shard and the axes inside divides 72.",
+            {"dp_replicate": 16},
+        ),
+    ],
+    ids=str,
+)
+def test_groups_across_hosts_are_told_sizes_that_lie_on_one(
+    options: dict[str, Any], advice: str, change: dict[str, Any]
+) -> None:
+    options = {"gpus": 24} | options
+    (found,) = (each for each in findings(setup_of(options)) if each.rule == ACROSS)
+    assert found.alternative == advice
+    assert ACROSS not in rules_found("terrazzo", options | change)
 
 
 def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:

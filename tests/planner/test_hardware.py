@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from terrazzo.errors import BadInput
 from terrazzo.planner.machine import devices as machine
@@ -229,6 +233,69 @@ def test_ranks_of_a_full_mesh_have_the_links_between_them() -> None:
     found = {size: Network(device("mi300x")).bandwidth(group) for size, group in mesh.items()}
     assert found == pytest.approx({2: 48e9, 4: 144e9, 8: 336e9}, rel=0.01)
     assert Network(device("h100")).bandwidth(mesh[2]) == Network(device("h100")).bandwidth(mesh[8])
+
+
+def groups_by_number(mesh: Mesh, axis: str) -> list[list[int]]:
+    """All groups along an axis, by the numbers of their ranks, of which `tp` counts fastest."""
+    order = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+    along = {"cp", "dp_shard"} if axis == "dp_shard" else {axis}
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world_size):
+        left, others = rank, []
+        for name in order:
+            left, place = divmod(left, getattr(mesh, name))
+            others += [place] if name not in along else []
+        groups.setdefault(tuple(others), []).append(rank)
+    return list(groups.values())
+
+
+SIZES = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12])
+
+
+@given(
+    st.builds(Mesh, tp=SIZES, cp=st.sampled_from([1, 2, 3]), dp_shard=SIZES, dp_replicate=SIZES, pp=SIZES),
+    st.sampled_from(["tp", "cp", "dp_shard", "dp_replicate", "pp"]),
+    st.sampled_from([1, 2, 3, 4, 6, 8, 18, 72]),
+)
+def test_groups_are_judged_by_the_one_that_lies_worst_on_hosts(mesh: Mesh, axis: str, per_node: int) -> None:
+    groups = groups_by_number(mesh, axis)
+    counts = [Counter(rank // per_node for rank in group).values() for group in groups]
+    found = group_of(mesh, axis).on_hosts(per_node)
+    assert found == (min(map(min, counts)), max(map(max, counts)), max(map(len, counts)))
+    network = Network(replace(device("h100").in_hosts_of(8), per_node=per_node, scaleup_domain=per_node))
+    alone = max(map(len, counts)) == 1
+    assert network.link(group_of(mesh, axis)) == ("scaleup" if alone else "internode")
+    over_hosts = min(found.fewest * 50e9 * 0.9, 450e9 * 0.8 if found.most > 1 else math.inf)
+    assert network.bandwidth(group_of(mesh, axis)) == pytest.approx(450e9 * 0.8 if alone else over_hosts)
+
+
+def test_a_group_that_begins_within_a_host_is_not_inside_of_one() -> None:
+    """Of ranks 0 to 5, 6 to 11, 12 to 17 and 18 to 23 the second and the third have two on one of their hosts of 8."""
+    network, mesh = Network(device("h100")), Mesh(dp_replicate=4, dp_shard=6)
+    assert network.link(group_of(mesh, "dp_shard")) == "internode"
+    assert network.bandwidth(group_of(mesh, "dp_shard")) == pytest.approx(2 * 50e9 * 0.9)
+    assert Network(device("h100").in_hosts_of(6)).link(group_of(mesh, "dp_shard")) == "scaleup"
+
+
+def sent_on(gpu: Device, mesh: Mesh, axis: str) -> float:
+    """Bandwidth of what each rank sends to the next along an axis."""
+    sent = 2.0**40
+    return sent / Network(gpu).move_s(UnitTransfer("send", "", "pipeline", When.FORWARD, sent, group_of(mesh, axis)))
+
+
+def test_a_message_to_the_next_rank_has_one_card_or_one_link() -> None:
+    """Stages of 4 ranks: 0 to 3 send within a host of 8, 4 to 7 to the next one."""
+    assert sent_on(device("h100"), Mesh(pp=4, tp=4), "pp") == pytest.approx(45e9, rel=1e-3)
+    assert sent_on(device("h100"), Mesh(pp=2, tp=4), "pp") == pytest.approx(360e9, rel=1e-3)
+    assert sent_on(device("mi300x"), Mesh(pp=4), "pp") == pytest.approx(48e9, rel=1e-3)
+
+
+def test_hosts_of_fewer_devices_have_fewer_links_of_a_full_mesh_and_racks_whole_hosts() -> None:
+    four = device("mi300x").in_hosts_of(4)
+    assert Network(four).bandwidth(group_of(Mesh(tp=4), "tp")) == pytest.approx(144e9, rel=0.01)
+    alone = Network(device("mi300x").in_hosts_of(1))
+    assert alone.bandwidth(group_of(Mesh(dp_shard=4), "dp_shard")) == pytest.approx(45e9)
+    assert [device("gb200").in_hosts_of(n).scaleup_domain for n in (4, 8, 16, 64, 72)] == [72, 72, 64, 64, 72]
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 0, "8", True])

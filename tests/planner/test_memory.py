@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 
 import terrazzo as tz
 from terrazzo.engine import Plan, Precision
+from terrazzo.engine.comm.host.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.optim.stock.param_groups import choose_kernel
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.messages import GIB
 from terrazzo.planner.api import ask
 from terrazzo.planner.figures import MemoryFigures
+from terrazzo.planner.layout.placement import PlannedAxis
 from terrazzo.planner.layout.stages import in_flight, units_on
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.devices import device as named
-from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.machine.mesh import Mesh, RankGroup
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.overheads import PROCESS_BYTES, PROCESS_BYTES_UPPER
 from terrazzo.planner.memory.peak import memory_of, rank_terms
@@ -570,3 +572,11 @@ def test_what_the_optimizers_kernel_takes_is_there_at_rest() -> None:
     )
     assert alone == sum(term.value for term in ask(asked).best.memory.terms)
     assert 0.8 * 4 * 8.03e9 < listed - alone < 1.01 * 4 * 8.03e9
+
+
+def test_a_rank_on_the_cpu_host_with_fewest_of_its_group_is_sent_most() -> None:
+    """Of 12 ranks on hosts of 8 four are on the second: eight chunks arrive whole, those of three block by block."""
+    axis, chunk = PlannedAxis.of(RankGroup("dp_shard", 12, 1, 12), host=8), 4 * NEAR_BLOCK_BYTES
+    assert axis.receive_bytes(12 * chunk) == 8 * chunk + 3 * NEAR_BLOCK_BYTES
+    many = PlannedAxis.of(RankGroup("dp_shard", 44, 1, 44), host=8)  # uneven hosts have no rounds, see `columns_of`
+    assert many.receive_bytes(44 * chunk) == 43 * chunk

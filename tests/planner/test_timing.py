@@ -612,20 +612,21 @@ def test_mesh_axes_and_the_links_they_cross() -> None:
     }  # fmt: skip
     links = {axis: Network(device("h100")).link(group) for axis, group in groups.items() if group.size > 1}
     assert links == {"tp": "scaleup", "dp_shard": "internode", "dp_replicate": "internode", "pp": "internode"}
-    assert Network(device("gb200")).link(groups["dp_shard"]) == "scaleup"  # 32 of 72
+    assert Network(device("gb200")).link(groups["dp_shard"]) == "internode"  # 64 to 95, of which 72 are in a rack
+    assert Network(device("gb200").in_hosts_of(64)).link(groups["dp_shard"]) == "scaleup"
     assert Network(device("4090")).link(groups["tp"]) == "pcie"
-    assert Network(device("A40")).link(RankGroup("tp", 2, 1)) == "scaleup"
-    assert Network(device("A40")).link(RankGroup("tp", 4, 1)) == "pcie"
+    assert Network(device("A40")).link(RankGroup("tp", 2, 1, 8)) == "scaleup"
+    assert Network(device("A40")).link(RankGroup("tp", 4, 1, 8)) == "pcie"
 
 
 @pytest.mark.parametrize(
     ("gpu", "group", "kind", "busbw"),
     [
-        ("h100", RankGroup("dp_shard", 8, 1), "all_gather", 361e9),
-        ("h200", RankGroup("dp_shard", 8, 1), "all_reduce", 480e9),
-        ("a100", RankGroup("dp_shard", 8, 1), "all_reduce", 235e9),
-        ("h200", RankGroup("dp_shard", 32, 1), "all_reduce", 365e9),
-        ("b200", RankGroup("dp_shard", 8, 1), "all_reduce", 761e9),
+        ("h100", RankGroup("dp_shard", 8, 1, 8), "all_gather", 361e9),
+        ("h200", RankGroup("dp_shard", 8, 1, 8), "all_reduce", 480e9),
+        ("a100", RankGroup("dp_shard", 8, 1, 8), "all_reduce", 235e9),
+        ("h200", RankGroup("dp_shard", 32, 1, 32), "all_reduce", 365e9),
+        ("b200", RankGroup("dp_shard", 8, 1, 8), "all_reduce", 761e9),
     ],
 )
 def test_bus_bandwidths_of_large_messages(gpu: str, group: RankGroup, kind: str, busbw: float) -> None:
@@ -637,21 +638,21 @@ def test_bus_bandwidths_of_large_messages(gpu: str, group: RankGroup, kind: str,
 
 def test_a_ring_over_nodes_uses_all_their_network_cards() -> None:
     network = Network(device("h100"))
-    assert network.bandwidth(RankGroup("dp_shard", 64, 1)) == pytest.approx(8 * 50e9 * 0.9)
-    assert network.bandwidth(RankGroup("dp_replicate", 8, 8)) == pytest.approx(50e9 * 0.9)
-    assert network.bandwidth(RankGroup("dp_shard", 16, 4)) == pytest.approx(2 * 50e9 * 0.9)
+    assert network.bandwidth(RankGroup("dp_shard", 64, 1, 64)) == pytest.approx(8 * 50e9 * 0.9)
+    assert network.bandwidth(RankGroup("dp_replicate", 8, 8, 64)) == pytest.approx(50e9 * 0.9)
+    assert network.bandwidth(RankGroup("dp_shard", 16, 4, 64)) == pytest.approx(2 * 50e9 * 0.9)
 
 
 @pytest.mark.parametrize(("ranks", "per_node", "cards"), [(9, 8, 1), (12, 8, 4), (16, 8, 8), (8, 3, 2)])
 def test_a_ring_is_as_fast_as_the_host_with_fewest_of_its_ranks(ranks: int, per_node: int, cards: int) -> None:
     network = Network(device("h100").in_hosts_of(per_node))
-    assert network.bandwidth(RankGroup("dp_shard", ranks, 1)) == pytest.approx(min(cards * 50e9 * 0.9, 360e9))
+    assert network.bandwidth(RankGroup("dp_shard", ranks, 1, ranks)) == pytest.approx(min(cards * 50e9 * 0.9, 360e9))
 
 
 def test_latency_of_a_ring_grows_with_its_length() -> None:
     network = Network(device("h100"))
     small = [
-        network.move_s(UnitTransfer("all_gather", "", "data", When.FORWARD, 1.0, RankGroup("dp_shard", n, 1)))
+        network.move_s(UnitTransfer("all_gather", "", "data", When.FORWARD, 1.0, RankGroup("dp_shard", n, 1, n)))
         for n in (64, 128, 512)
     ]
     assert (small[2] - small[0]) / (small[1] - small[0]) == pytest.approx((512 - 64) / (128 - 64))

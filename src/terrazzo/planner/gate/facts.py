@@ -5,14 +5,14 @@ from __future__ import annotations
 from terrazzo.messages import counted
 from terrazzo.planner.layout.stages import units_on
 from terrazzo.planner.machine.devices import DRIVE_RATED_BYTES
-from terrazzo.planner.machine.mesh import group_of
+from terrazzo.planner.machine.mesh import RankGroup, group_of
 from terrazzo.planner.machine.network import Network
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.timeline import idle_of_equal_stages
-from terrazzo.planner.traffic.exchanges import model_parallel_moves
+from terrazzo.planner.traffic.exchanges import expert_group, model_parallel_moves
 
-__all__ = ["Facts", "in_shares", "on_disk", "tiers", "whole_model", "zero_stage"]
+__all__ = ["Facts", "in_shares", "on_disk", "split_group", "tiers", "whole_model", "zero_stage"]
 
 
 def zero_stage(setup: Setup) -> int:
@@ -42,15 +42,30 @@ def whole_model(setup: Setup) -> bool:
     return one and zero_stage(setup) == 3 and setup.mesh.data_ranks > 1
 
 
+def split_group(setup: Setup) -> RankGroup | None:
+    """The innermost groups that would fit on a host, or in a domain, and of which some lie across two."""
+    of = full_host(setup)
+    inner = (group_of(setup.mesh, "tp"), group_of(setup.mesh, "cp"), expert_group(setup))
+    outer = (group_of(setup.mesh, axis) for axis in ("dp_shard", "dp_replicate"))
+    split = (group for group in (*inner, *outer) if group.span <= of and group.on_hosts(of).hosts > 1)
+    return next(split, None)
+
+
+def full_host(setup: Setup) -> int:
+    """Ranks of a host, or of a scale-up domain that is larger."""
+    return max(setup.cluster.device.per_node, setup.cluster.device.scaleup_domain)
+
+
 class Facts:
     """A setup as sentences name it: numbers, and names or amounts as text. What takes computing is computed if asked.
 
     Attributes:
-        vocab, layers, positions: the model's; `padded_vocab` is what ranks along tp can share evenly.
+        vocab, layers, positions, experts: the model's; `padded_vocab` is what ranks along tp can share evenly.
         tp, pp, cp, ep: ranks along these axes; `stages`: of the pipeline, in which a rank may have several.
         shard_ranks: of a shard group; `neighbours` with those along tp between them.
         fast_domain: how many ranks fast links join.
         gpus: of the run; host_ranks: of a full host; last_host: of the last; full_hosts: as many as fill hosts.
+        split_axis, split_ranks, split_span: of `split_group`.
         rows: sequences of a step with `empty_rows`, which are `empty_share` of it; `at_once` says how many go together.
     """
 
@@ -63,7 +78,12 @@ class Facts:
             device.name,
             setup.optimizer.name,
         )
-        self.vocab, self.layers, self.positions = model.vocab, model.layers, model.positions
+        self.vocab, self.layers, self.positions, self.experts = (
+            model.vocab,
+            model.layers,
+            model.positions,
+            model.experts,
+        )
         self.attention = setup.attention
         self.sequence, self.micro_batches = setup.sequence, setup.micro_batches
         self.tp, self.pp, self.cp, self.ep = mesh.tp, mesh.pp, mesh.cp, mesh.ep
@@ -71,7 +91,7 @@ class Facts:
         self.stages = mesh.pp * setup.virtual_stages
         self.padded_vocab = -(-model.vocab // mesh.tp) * mesh.tp
         self.shard_ranks, self.neighbours = mesh.shard_ranks, mesh.shard_ranks * mesh.tp
-        self.gpus, self.host_ranks = setup.cluster.count, max(device.per_node, device.scaleup_domain)
+        self.gpus, self.host_ranks = setup.cluster.count, full_host(setup)
         self.last_host = self.gpus % self.host_ranks or self.host_ranks
         whole = self.gpus - self.gpus % self.host_ranks
         self.full_hosts = " or ".join(str(count) for count in (whole, whole + self.host_ranks) if count)
@@ -129,6 +149,43 @@ class Facts:
     def steps_of_a_drive(self) -> str:
         """How many steps a consumer's drive lasts."""
         return f"{DRIVE_RATED_BYTES / max(host_writes(self._setup), 1):,.0f}"
+
+    @property
+    def _split(self) -> RankGroup:
+        split = split_group(self._setup)
+        assert split is not None, "asked for only where there is one"
+        return split
+
+    @property
+    def split_axis(self) -> str:
+        return self._split.axis
+
+    @property
+    def split_ranks(self) -> int:
+        return self._split.size
+
+    @property
+    def split_span(self) -> int:
+        return self._split.span
+
+    @property
+    def unsplit(self) -> str:
+        """What has these groups fill hosts: another size, if there is one, or fewer GPUs of each host."""
+        group, mesh, of = self._split, self._setup.mesh, self.host_ranks
+        beside = mesh.data_ranks * mesh.tp // group.stride // (mesh.cp if group.axis == "tp" else 1)
+        whole = [size for size in range(2, of + 1) if of % (size * group.stride) == 0 and beside % size == 0]
+        if group.axis in ("dp_shard", "ep"):
+            whole = [size for size in whole if not (self.experts % size if group.axis == "ep" else size % mesh.cp)]
+        ways = []
+        if whole and group.axis != "dp_replicate":  # which has what the other axes leave
+            best = min(whole, key=lambda size: abs(size - group.size))
+            replicas = f"dp_replicate {mesh.data_ranks // best}, for groups of {best}"
+            ways.append(replicas if group.axis == "dp_shard" else f"{group.axis} {best}")
+        if of == self._setup.cluster.device.per_node:
+            ways.append(f"{of // group.span * group.span} GPUs of each host (--per-node)")
+        return (
+            f"Use {', or '.join(ways) or f'sizes whose product along {group.axis} and the axes inside divides {of}'}."
+        )
 
     @property
     def exchange_time(self) -> str:

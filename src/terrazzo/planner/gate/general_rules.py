@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.planner.gate.facts import tiers, zero_stage
+from terrazzo.planner.gate.facts import split_group, tiers, zero_stage
 from terrazzo.planner.gate.rule import RuleBook
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
@@ -185,6 +185,19 @@ def _tensor_parallelism_across_hosts(setup: Setup) -> bool:
 )
 def _shard_group_across_hosts(setup: Setup) -> bool:
     return _grouped(setup) and _crosses(setup, setup.mesh.shard_ranks * setup.mesh.tp)
+
+
+@everywhere.warns(
+    "groups across the edge of a host",
+    reason=(
+        "Groups of {split_ranks} ranks along {split_axis} would fit in hosts of {host_ranks}, but the next ones begin "
+        "{split_span} ranks further on: some lie across two hosts, and all wait for these."
+    ),
+    alternative="{unsplit}",
+    source="NVIDIA/nccl src/graph: rings cross from node to node; torch.distributed.device_mesh: ranks row by row",
+)
+def _groups_across_the_edge_of_a_host(setup: Setup) -> bool:
+    return split_group(setup) is not None
 
 
 @everywhere.warns(

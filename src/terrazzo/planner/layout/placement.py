@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Container, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 from terrazzo.engine import DiLoCo, Place, Plan, Precision
 from terrazzo.engine.comm.host.columns import MANY_FAR, ROUNDS
 from terrazzo.engine.comm.host.gloo import NEAR_BLOCK_BYTES
+from terrazzo.engine.mesh.family import REPLICA_AXIS
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.planner.caching import hashed_once, once, once_per_setup
 from terrazzo.planner.layout.stages import Cut, cut_of, units_of_pp_rank, units_on
-from terrazzo.planner.machine.mesh import Mesh, RankGroup
+from terrazzo.planner.machine.mesh import Mesh, RankGroup, group_of
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.optimizers import OptimizerSpec
 from terrazzo.planner.setup.setup import Setup
@@ -30,8 +31,8 @@ class Placement:
 
     Attributes:
         plan: its places hold only data axes that have more than one rank.
-        sizes: (axis, ranks) of these, innermost first. `expert_plan`, `expert_ranks`: the same for experts that ranks
-            along ep share, of which the innermost ranks have others each: those of tp first, but in Megatron-core.
+        groups: of these, innermost first. `expert_plan`, `expert_groups`: the same for experts that ranks along ep
+            share, of which the innermost ranks have others each: those of tp first, but in Megatron-core.
         tiers: where the unit's states rest.
         padded: tensors are padded as the engine pads them; a bare number of parameters is not, and its weights and
             master weights stay apart.
@@ -41,42 +42,40 @@ class Placement:
     """
 
     plan: Plan
-    sizes: tuple[tuple[str, int], ...]
+    groups: tuple[RankGroup, ...]
     tiers: Tiers
     precision: Precision
     optimizer: OptimizerSpec
-    tp: int
+    tp_group: RankGroup
     ep: int
     padded: bool
     host: int
     cell: int
     whole_experts: bool
     expert_plan: Plan
-    expert_ranks: tuple[RankGroup, ...]
+    expert_groups: tuple[RankGroup, ...]
     diloco: DiLoCo | None
     ema: bool
 
-    def ranks(self, axes: Iterable[str]) -> int:
+    @property
+    def tp(self) -> int:
+        """Ranks along tp."""
+        return self.tp_group.size
+
+    def ranks(self, axes: Collection[str]) -> int:
         """How many ranks these data axes have together."""
-        sizes = dict(self.sizes)
-        return math.prod(sizes[axis] for axis in axes)
+        return math.prod(group.size for group in self.groups if group.axis in axes)
 
     def axes(self, dealt: bool = False, shared: bool = False) -> Mapping[str, PlannedAxis]:
-        """The axes of `sizes`, as they split a tensor.
+        """The axes of `groups`, as they split a tensor.
 
         Args:
             dealt: the tensor is one of experts that ranks along ep share.
             shared: gradients are summed along `tp` too, whose ranks have the same tensor.
         """
-        ranks = self.expert_ranks if dealt else _with_strides(self.sizes, self.tp)
-        axes = {axis: PlannedAxis(size, self._near(size, stride)) for axis, size, stride in ranks}
-        if shared:
-            axes["tp"] = PlannedAxis(self.tp, self._near(self.tp, 1))
-        return axes
-
-    def _near(self, size: int, stride: int) -> int:
-        """Of `size` ranks, each `stride` behind the one before, those on one CPU host; 0 on CUDA."""
-        return self.host and max(1, min(size, self.host // stride))
+        groups = self.expert_groups if dealt else self.groups
+        groups += (self.tp_group,) if shared else ()
+        return {group.axis: PlannedAxis.of(group, self.host) for group in groups}
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,21 @@ class PlannedAxis:
 
     Attributes:
         size: its ranks.
-        near: its ranks on one CPU host; 0 on CUDA, where NCCL sums as it receives.
+        near: its ranks on the CPU host that has fewest; 0 on CUDA, where NCCL sums as it receives.
+        even: each host has as many of them.
     """
 
     size: int
     near: int
+    even: bool = True
+
+    @classmethod
+    def of(cls, group: RankGroup, host: int) -> PlannedAxis:
+        """The axis of a group on CPU hosts of so many ranks; 0 on CUDA."""
+        if not host:
+            return cls(group.size, 0)
+        counts = group.on_hosts(host)
+        return cls(group.size, counts.fewest, counts.fewest == counts.most)
 
     @property
     def all_reduce_steps(self) -> int:
@@ -106,7 +115,7 @@ class PlannedAxis:
             return 0
         together = 0
         if size - near > MANY_FAR:
-            near = near if size % near == 0 else 1
+            near = near if self.even else 1
             together = min(ROUNDS, size // near - 1) * near if near > 1 else 0
         return (near - 1) * min(chunk, NEAR_BLOCK_BYTES) + (size - near + together) * chunk
 
@@ -118,23 +127,24 @@ def placement_of(setup: Setup, tiers: Tiers) -> Placement:
     Args:
         tiers: where states of the unit rest for which it is asked; see `placed_units`.
     """
-    mesh = setup.mesh if setup.diloco is None else replace(setup.mesh, dp_replicate=1)  # the axes of one replica
-    sizes, experts = mesh.sizes(), tuple(_dealt(mesh, setup.whole_experts))
-    plan = _among(setup.plan, sizes)
+    mesh, apart = setup.mesh, REPLICA_AXIS if setup.diloco is not None else ""  # then the axes of one replica
+    groups = tuple(group_of(mesh, axis) for axis in mesh.sizes() if axis != apart)
+    experts = tuple(group for group in _dealt(mesh, setup.whole_experts) if group.axis != apart)
+    plan = _among(setup.plan, [group.axis for group in groups])
     placement = Placement(
         plan=plan,
-        sizes=tuple(sizes.items()),
+        groups=groups,
         tiers=tiers,
         precision=setup.precision,
         optimizer=setup.optimizer,
-        tp=mesh.tp,
+        tp_group=group_of(mesh, "tp"),
         ep=mesh.ep,
         padded=not setup.model.bare,
         host=setup.cluster.device.per_node if setup.cluster.device.kind == "cpu" else 0,
         cell=setup.offload.cell_numel,
         whole_experts=setup.whole_experts,
-        expert_plan=_among(setup.plan, [ranks.axis for ranks in experts]).regathered_as(plan),
-        expert_ranks=experts,
+        expert_plan=_among(setup.plan, [group.axis for group in experts]).regathered_as(plan),
+        expert_groups=experts,
         diloco=setup.diloco,
         ema=setup.ema,
     )
@@ -155,13 +165,6 @@ def _among(plan: Plan, axes: Container[str]) -> Plan:
     return Plan(weight, between, grad, optim)
 
 
-def _with_strides(sizes: Iterable[tuple[str, int]], inner: int) -> Iterator[RankGroup]:
-    """The axes as groups, of which the innermost has `inner` ranks between neighbours."""
-    for axis, size in sizes:
-        yield RankGroup(axis, size, inner)
-        inner *= size
-
-
 def _dealt(mesh: Mesh, whole_experts: bool) -> Iterator[RankGroup]:
     """What is left of the data axes to ranks with the same experts, innermost first."""
     left, dealt = mesh.ep, 1 if whole_experts else mesh.tp
@@ -170,7 +173,7 @@ def _dealt(mesh: Mesh, whole_experts: bool) -> Iterator[RankGroup]:
         taken = math.gcd(size, left)
         left, dealt, size = left // taken, dealt * taken, size // taken
         if size > 1:
-            yield RankGroup(axis, size, dealt)
+            yield RankGroup(axis, size, dealt, mesh.world_size)
         dealt *= size
 
 

@@ -158,13 +158,16 @@ class Device:
         return bool(self.peak_flops) and form not in self.peak_flops
 
     def in_hosts_of(self, per_node: int) -> Device:
-        """The device in hosts of so many. Links within a host join no others; those of a rack do."""
-        within = self.scaleup_domain <= self.per_node
-        return replace(
-            self,
-            per_node=per_node,
-            scaleup_domain=min(self.scaleup_domain, per_node) if within else self.scaleup_domain,
-        )
+        """The device in hosts of so many. Links within a host join no others, and where each pair has its own there are
+        fewer in a smaller host; those of a rack join the whole hosts in it.
+        """
+        domain, bandwidth = self.scaleup_domain, self.scaleup_bandwidth
+        if domain <= self.per_node:
+            domain = min(domain, per_node)
+        domain -= domain % per_node if domain > per_node else 0
+        if self.full_mesh and bandwidth and domain > 1:
+            bandwidth *= (domain - 1) / (self.scaleup_domain - 1)
+        return replace(self, per_node=per_node, scaleup_domain=domain, scaleup_bandwidth=bandwidth)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from terrazzo.planner.machine.devices import Device
-from terrazzo.planner.machine.mesh import RankGroup
+from terrazzo.planner.machine.mesh import HostCounts, RankGroup
 from terrazzo.planner.machine.transfers import Link, UnitTransfer
 
 __all__ = ["CALL_S", "HOP_S", "NEAR_HOP_S", "Network"]
@@ -49,7 +49,9 @@ SWITCH_GAIN = 1.3
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """The links of a device, seen by groups of ranks. If `free`, collectives take no time."""
+    """The links of a device, seen by groups of ranks, which are as slow as the one that lies worst on hosts. If `free`,
+    collectives take no time.
+    """
 
     device: Device
     free: bool = False
@@ -58,13 +60,17 @@ class Network:
     def _domain(self) -> int:
         return self.device.scaleup_domain if self.device.scaleup_bandwidth else 1
 
+    def _counts(self, group: RankGroup) -> HostCounts:
+        """How a group lies on nodes, or on domains where these are larger."""
+        return group.on_hosts(max(self._domain, self.device.per_node))
+
     def link(self, over: RankGroup | Link) -> Link:
-        """The slowest link that a group crosses; a link itself, which a copy is over."""
+        """The slowest link that groups along an axis cross; a link itself, which a copy is over."""
         if isinstance(over, Link):
             return over
-        if over.span <= self._domain:
+        if over.on_hosts(self._domain).hosts == 1:
             return Link.SCALEUP
-        return Link.PCIE if over.span <= self.device.per_node else Link.INTERNODE
+        return Link.PCIE if over.on_hosts(self.device.per_node).hosts == 1 else Link.INTERNODE
 
     def bandwidth(self, group: RankGroup) -> float | None:
         """Bus bandwidth of a ring, B/s: bytes that each rank sends per second. None where a link is not known.
@@ -81,16 +87,18 @@ class Network:
             return through_host
         if device.internode_bandwidth is None:
             return None
-        hosts = max(self._domain, device.per_node)
-        cards = device.internode_bandwidth * INTERNODE_SHARE * self._fewest_near(group)
-        within = [cards, inside if self._domain >= hosts else through_host]
-        return min(rate for rate in within if rate) if self._near(group) > 1 else cards
+        counts = self._counts(group)
+        cards = device.internode_bandwidth * INTERNODE_SHARE * counts.fewest
+        within = [cards, inside if self._domain >= device.per_node else through_host]
+        return min(rate for rate in within if rate) if counts.most > 1 else cards
 
     def _links_used(self, group: RankGroup) -> float:
         """The share of a scale-up bandwidth that a ring reaches. In a full mesh each rank has its own link."""
-        if not self.device.full_mesh:
+        if not self.device.full_mesh or self._domain == 1:
             return SCALEUP_SHARE
-        return MESH_SHARE * (min(self._near(group), self._domain) - 1) / (self._domain - 1)
+        counts = group.on_hosts(self._domain)
+        near = counts.fewest if counts.fewest > 1 else counts.most
+        return MESH_SHARE * (near - 1) / (self._domain - 1)
 
     def move_s(self, move: UnitTransfer) -> float:
         """Seconds of a collective, once. The links must be known."""
@@ -104,6 +112,8 @@ class Network:
     def _rate(self, move: UnitTransfer, group: RankGroup, ring: float) -> float:
         if move.kind == "all_to_all":
             return self._scattered(group, ring)
+        if move.kind == "send":
+            return self._sent_on(group, ring)
         return ring * self._switch_gain(group) if move.kind == "all_reduce" else ring
 
     def _waits_s(self, move: UnitTransfer, group: RankGroup) -> float:
@@ -119,10 +129,10 @@ class Network:
         ring = hops * NEAR_HOP_S.get(link, HOP_S)
         if kind != "all_reduce" or link is not Link.INTERNODE:
             return ring
-        near = self._near(group)
-        levels = (-(-group.size // near) - 1).bit_length()
+        counts = self._counts(group)
+        levels = (counts.hosts - 1).bit_length()
         inside = NEAR_HOP_S[Link.SCALEUP if self._domain > 1 else Link.PCIE]
-        return min(ring, 2 * ((near - 1) * inside + levels * LEVEL_S))
+        return min(ring, 2 * ((counts.most - 1) * inside + levels * LEVEL_S))
 
     def _hops(self, kind: str, group: RankGroup) -> float:
         if kind == "all_reduce":
@@ -139,19 +149,18 @@ class Network:
         """Hops of an all-reduce: twice around a ring, or up and down a tree of nodes if that is shorter."""
         return min(2 * (group.size - 1), 2 * (group.size - 1).bit_length() + self.device.per_node)
 
-    def _near(self, group: RankGroup) -> int:
-        """How many of a group's ranks are in one node or domain."""
-        return max(1, min(group.size, max(self._domain, self.device.per_node) // group.stride))
-
-    def _fewest_near(self, group: RankGroup) -> int:
-        """The same of the node that has fewest: the last one, where they do not fill it."""
-        near = self._near(group)
-        return group.size % near or near
+    def _sent_on(self, group: RankGroup, ring: float) -> float:
+        """Bandwidth of what a rank sends to the next, B/s: it has one network card, and in a full mesh one link."""
+        device, link = self.device, self.link(group)
+        if link is Link.INTERNODE and device.internode_bandwidth is not None:
+            return min(ring, device.internode_bandwidth * INTERNODE_SHARE)
+        if link is Link.SCALEUP and device.full_mesh and device.scaleup_bandwidth is not None:
+            return device.scaleup_bandwidth * MESH_SHARE / (self._domain - 1)
+        return ring
 
     def _scattered(self, group: RankGroup, ring: float) -> float:
         """Bandwidth of an all-to-all, B/s: what goes to other nodes has each rank's own network card."""
         if self.link(group) is not Link.INTERNODE or self.device.internode_bandwidth is None:
             return ring
-        near = self._near(group)
-        away = (group.size - near) / (group.size - 1)
+        away = (group.size - self._counts(group).fewest) / (group.size - 1)
         return min(ring, self.device.internode_bandwidth * INTERNODE_SHARE / away) if away else ring

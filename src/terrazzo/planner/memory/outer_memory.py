@@ -60,8 +60,8 @@ def _exchange_bytes(setup: Setup, numel: int) -> float:
     nbytes = settings.held_bytes(numel, replicas, device.kind)
     if settings.traffic == "fp32" and replicas > 1:
         host = device.per_node if device.kind == "cpu" else 0
-        near = host and max(1, min(replicas, host // group_of(setup.mesh, REPLICA_AXIS).stride))
-        nbytes += PlannedAxis(replicas, near).receive_bytes(round_up(numel, replicas) * 4)
+        axis = PlannedAxis.of(group_of(setup.mesh, REPLICA_AXIS), host)
+        nbytes += axis.receive_bytes(round_up(numel, replicas) * 4)
     return float(nbytes)
 
 

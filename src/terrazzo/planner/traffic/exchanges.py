@@ -16,7 +16,7 @@ from terrazzo.planner.memory.activations import FP32_BYTES
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["FORMULAS", "model_parallel_moves", "pipeline_moves", "shared_gradients"]
+__all__ = ["FORMULAS", "expert_group", "model_parallel_moves", "pipeline_moves", "shared_gradients"]
 
 FORMULAS = {
     "traffic.tensor": Formula(
@@ -205,10 +205,14 @@ class _KeyHeads:
         self.repeats = math.lcm(kv_heads, setup.mesh.cp) // kv_heads
 
 
+def expert_group(setup: Setup) -> RankGroup:
+    """The ranks along ep, which are taken from other axes."""
+    return RankGroup("ep", setup.mesh.ep, 1 if setup.whole_experts else setup.mesh.tp, setup.mesh.world_size)
+
+
 def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[UnitTransfer]:
     """Exchanges along ep. Whole experts are given the part of the sequence that each rank along tp has."""
-    mesh = setup.mesh
-    group = RankGroup("ep", mesh.ep, 1 if setup.whole_experts else mesh.tp)
+    mesh, group = setup.mesh, expert_group(setup)
     apart = mesh.tp if setup.whole_experts and setup.sequence_parallel else 1
     once = setup.residual_bytes / apart * block.active_experts * (group.size - 1) / group.size
     for when, count in ((When.FORWARD, 2.0), (When.BACKWARD, 2 + 2 * setup.checkpointed_share)):
@@ -226,12 +230,11 @@ def pipeline_moves(setup: Setup, pp_rank: int) -> Iterator[UnitTransfer]:
     if ranks == 1:
         return
     group = group_of(setup.mesh, "pp")
-    neighbours = RankGroup("pp", 2, group.stride)
     once = setup.residual_bytes / (setup.mesh.tp if setup.as_megatron else 1)
     shares = _TensorMoves(setup) if setup.mesh.tp > 1 and setup.sequence_parallel and setup.staged else None
     for when, count in ((When.FORWARD, chunks - (pp_rank == ranks - 1)), (When.BACKWARD, chunks - (pp_rank == 0))):
         if count:
-            yield UnitTransfer("send", "pipeline activations", "pipeline", when, once * count, neighbours, count)
+            yield UnitTransfer("send", "pipeline activations", "pipeline", when, once * count, group, count)
             if shares is not None:
                 yield shares.put_together(when, count)
 
