@@ -103,6 +103,22 @@ def test_replication_does_not_vanish() -> None:
     assert document["fsdp_config"]["fsdp_sharding_strategy"] == "HYBRID_SHARD_ZERO2"
 
 
+@pytest.mark.parametrize(("ranks", "tp"), [(4, 4), (8, 4), (8, 1)])
+def test_replicas_have_the_axes_that_accelerate_takes_beside_them(ranks: int, tp: int) -> None:
+    """Its own ParallelismConfig says which: tensor parallel ranks alone, or replicas alone."""
+    library = pytest.importorskip("accelerate.parallelism_config")
+    taken = True
+    try:
+        library.ParallelismConfig(tp_size=tp, dp_replicate_size=ranks // tp)
+    except ValueError:
+        taken = False
+    document, kinds = written(described("zero0", mesh__tp=tp, mesh__world=ranks, mesh__dp_replicate=ranks // tp))
+    assert kinds["mesh.tp"] == ("applied" if taken else "refused")
+    sizes = {"parallelism_config_tp_size": tp} if taken and tp > 1 else {}
+    assert document.get("parallelism_config", {}) == sizes
+    assert written(described("zero0", mesh__cp=2))[1]["mesh.cp"] == "refused"
+
+
 def test_finer_offload_than_all_or_nothing_goes_to_deepspeed() -> None:
     everything = dict.fromkeys(("offload__weight", "offload__grad", "offload__optim"), "cpu")
     assert written(described("zero3", **everything))[0]["fsdp_config"]["fsdp_offload_params"] is True

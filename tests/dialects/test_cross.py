@@ -20,7 +20,7 @@ from terrazzo.dialects.verbs.emit import to_text
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.documents import Loaded, format_of, parse
 from terrazzo.documents.dotted_keys import flatten, split
-from tests.dialects.peers import KEPT, assert_each_agrees_or_says, converted
+from tests.dialects.peers import KEPT, assert_each_agrees_or_says, converted, described
 from tests.dialects.samples import SAMPLES
 
 CONTEXT = ReadingContext(world=8, hidden_size=64)
@@ -94,6 +94,66 @@ def test_every_library_says_what_becomes_of_keeping_every_second_product(name: s
     (verdict,) = [each for each in outcomes if each.key == "train.activation_checkpointing"]
     assert verdict.kind == ("lossy" if RECOMPUTED[name] else "renamed")
     assert RECOMPUTED[name] in verdict.why
+
+
+MODEL_PARALLEL = {
+    "devices": 8,
+    "strategy": {
+        "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
+        "init_args": {"data_parallel_size": 2, "tensor_parallel_size": 4},
+    },
+}
+"""Two axes with their sizes, and no word of what is split along them: code says that."""
+AXES = {
+    "accelerate": {f"parallelism_config.parallelism_config_{key}_size": n for key, n in (("dp_shard", 2), ("tp", 4))},
+    "deepspeed": {"tensor_parallel.autotp_size": 4},
+    "fsdp2": {"mesh.dp_shard": 2, "mesh.tp": 4},
+    "megatron": {"tensor-model-parallel-size": 4, "torchrun.nproc-per-node": 8},
+    "terrazzo": {"plan.mesh.dp_shard": 2, "plan.mesh.tp": 4},
+    "torchtitan": {"parallelism.data_parallel_shard_degree": 2, "parallelism.tensor_parallel_degree": 4},
+    "trainer": {"parallelism_config.dp_shard_size": 2, "parallelism_config.tp_size": 4},
+}
+"""How each says the axes; FSDP1 has the one of data ranks alone."""
+
+
+@pytest.mark.parametrize("target", AXES)
+@pytest.mark.parametrize("source", ["lightning", "terrazzo"])
+def test_axes_are_written_where_no_row_is_or_none_that_the_target_has(source: str, target: str) -> None:
+    places = {"weight": "D", "between": "D", "grad": "-", "optim": "D"}  # a row of nobody else's
+    ours = {"plan": {**places, "mesh": {"dp_shard": 2, "tp": 4}}, "launch": {"ranks": 8}}
+    document = {"lightning": MODEL_PARALLEL, "terrazzo": ours}[source]
+    conversion = converted(source, target, document)
+    assert AXES[target].items() <= flatten(conversion.document).items()
+    told = [verdict for verdict in (*conversion.verdicts, *conversion.unsaid) if "nothing for mesh" in verdict.why]
+    assert not told
+
+
+def test_how_ranks_of_an_axis_work_together_goes_with_the_axis() -> None:
+    document = {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "GPipe"}}
+    conversion = converted("torchtitan", "trainer", document, world=8)
+    by_key = {verdict.key: verdict for verdict in (*conversion.verdicts, *conversion.unsaid)}
+    assert by_key["parallelism.pipeline_parallel_schedule"].why == "without mesh.pp it says nothing"
+    assert "parallel.chunks" not in by_key  # its default
+    sizes = {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 4}
+    for name in ("fsdp1", "lightning"):  # no mesh of four that eight ranks would not have
+        conversion = converted("torchtitan", name, {"parallelism": sizes})
+        assert "device_mesh" not in str(conversion.document)
+        assert not conversion.faults
+        by_key = {verdict.key: verdict for verdict in conversion.verdicts}
+        assert "they take them all" in by_key["parallelism.data_parallel_shard_degree"].why
+
+
+def test_degrees_that_are_all_known_are_the_number_of_ranks() -> None:
+    sizes = {f"parallelism_config_{key}": size for key, size in (("dp_shard_size", 4), ("tp_size", 2))}
+    document = {
+        "distributed_type": "FSDP",
+        "fsdp_config": {"fsdp_version": 2},
+        "parallelism_config": {**sizes, "parallelism_config_dp_replicate_size": 2},
+    }
+    assert described("accelerate", document).value("mesh.world") == 16
+    assert converted("accelerate", "terrazzo", document).document["launch"] == {"ranks": 16}
+    del document["parallelism_config"]
+    assert described("accelerate", document).value("mesh.world") is None
 
 
 # -- every pair ----------------------------------------------------------------------------------------------------

@@ -235,6 +235,7 @@ def test_a_schedule_without_warmup_ignores_it() -> None:
     ("document", "key", "level"),
     [
         ({**FSDP, "deepspeed": ZERO}, "fsdp", "error"),
+        ({**FSDP, "parallelism_config": {"sp_size": 2}}, "parallelism_config.sp_size", "error"),
         ({**FSDP, "gradient_checkpointing": True}, "activation_checkpointing", "warning"),
         ({**FSDP, "fsdp_config": {"version": 1}}, "fsdp_config.version", "warning"),
         ({**FSDP, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}, "fsdp_config.state_dict_type", "warning"),

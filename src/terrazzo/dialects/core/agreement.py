@@ -9,14 +9,23 @@ from terrazzo.config import MuonConfig
 from terrazzo.dialects.core.description import TIER_PATHS, Description, Extra, asks_for_nothing
 from terrazzo.dialects.core.mesh import degrees
 
-__all__ = ["NVME_ONLY", "OF_MATRICES", "agree_on", "extras_by_key", "has_no_effect", "same_value", "saves_when"]
+__all__ = [
+    "NVME_ONLY",
+    "OF_AXIS",
+    "OF_MATRICES",
+    "agree_on",
+    "extras_by_key",
+    "has_no_effect",
+    "same_value",
+    "saves_when",
+]
 
 NVME_ONLY = tuple(f"offload.{name}" for name in ("path", "buffers", "direct", "block_bytes", "depth", "digest"))
 """Settings that say how files are read and written."""
 
 OF_MATRICES = {f"muon.{key}": value for key, value in MuonConfig().model_dump().items() if value not in (None, [])}
 """What Muon does with matrices where its options do not say it."""
-_OF_AXIS = {"parallel.schedule": "pp", "parallel.chunks": "pp", "parallel.sequence": "tp"}
+OF_AXIS = {"parallel.schedule": "pp", "parallel.chunks": "pp", "parallel.sequence": "tp"}
 """Settings that say how the ranks of one axis work together."""
 
 
@@ -52,7 +61,7 @@ def same_value(path: str, one: Any, other: Any) -> bool:
 
 def has_no_effect(description: Description, path: str) -> bool:
     """Whether a setting says how something is done that is not done here: it has no effect."""
-    if axis := _OF_AXIS.get(path):
+    if axis := OF_AXIS.get(path):
         return description.value(f"mesh.{axis}") in (None, 1)
     if path == "optimizer.decay":
         return not description.value("optimizer.weight_decay")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.dialects.core.agreement import has_no_effect, same_value
+from terrazzo.dialects.core.agreement import OF_AXIS, has_no_effect, same_value
 from terrazzo.dialects.core.description import Description, Setting, as_text, asks_for_nothing
 from terrazzo.dialects.core.dialect import Writing
 from terrazzo.dialects.core.key_verdict import KeyVerdict, VerdictKind, worst
@@ -137,7 +137,10 @@ class Draft:
             if not setting.is_set or path in self._verdicts:
                 continue
             follows = setting.origin == "derived" or has_no_effect(self.description, path)
-            if asks_for_nothing(path, setting.value) or follows:
+            axis = self._verdicts.get(f"mesh.{OF_AXIS.get(path)}")
+            if axis is not None and axis.kind in ("lossy", "refused") and not axis.target:
+                self._mark(path, "lossy" if setting.keys else "applied", "", f"without {axis.key} it says nothing")
+            elif asks_for_nothing(path, setting.value) or follows:
                 self.implied(path)
             else:
                 self.lossy(path, f"{self.library} has nothing for {path} = {as_text(setting.value)}")

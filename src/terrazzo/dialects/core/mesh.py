@@ -9,7 +9,16 @@ from terrazzo.dialects.core.description import MODEL_AXES, Description
 from terrazzo.engine import PLANS, Plan
 from terrazzo.errors import BadInput
 
-__all__ = ["SAME_DATA_AXES", "TWO_AXES", "data_ranks", "degrees", "ranks_left", "ranks_needed", "row_fault"]
+__all__ = [
+    "SAME_DATA_AXES",
+    "TWO_AXES",
+    "data_ranks",
+    "degrees",
+    "ranks_left",
+    "ranks_needed",
+    "ranks_of_all_axes",
+    "row_fault",
+]
 
 TWO_AXES = tuple(name for name in PLANS if any("S" in place.axes for place in Plan.named(name).places().values()))
 """Rows that need replicas and shards."""
@@ -37,6 +46,16 @@ def degrees(description: Description) -> dict[str, int | None]:
     if world.value is not None and world.value % taken == 0:
         known[axis] = world.value // taken
     return known
+
+
+def ranks_of_all_axes(description: Description) -> int | None:
+    """The number of ranks, as the degrees say it together; None where one of them is open, or all are 1 by default."""
+    axes = [description[f"mesh.{axis}"] for axis in SAME_DATA_AXES]
+    sizes = degrees(description).values()
+    if any(axis.is_set and axis.value is None for axis in axes) or None in sizes:
+        return None
+    ranks = math.prod(size for size in sizes if size is not None)
+    return ranks if ranks > 1 else None
 
 
 def data_ranks(description: Description) -> int | None:

@@ -217,6 +217,7 @@ class _Fates:
                 and open_now
                 and not asks_for_nothing(path, now.value)
                 and not has_no_effect(self.after, path)
+                and path != "mesh.world"  # where no key says it, it follows from the degrees
                 and not self._is_told(path, now)
             ):
                 yield KeyVerdict(path, now.value, "defaulted", now.key, f"{self.target.title}'s default")

@@ -9,7 +9,7 @@ from pathlib import Path
 from terrazzo.config import apply_override, is_rank_range
 from terrazzo.dialects.core.description import Description, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, Reading, ReadingContext
-from terrazzo.dialects.core.mesh import data_ranks
+from terrazzo.dialects.core.mesh import data_ranks, ranks_of_all_axes
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.registry import dialect, recognise
 from terrazzo.documents import Loaded, load
@@ -62,11 +62,12 @@ def understand(
 
 
 def read_document(source: Dialect, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
-    """What a document means, with the number of ranks of the context and the third of the batch's three sizes."""
+    """What a document means, with the number of ranks, by the context or all degrees, and the third size of a batch."""
     reading = source.read(document, context)
     settings: SettingsByPath = {}
-    if reading.description.value("mesh.world") is None and context.world is not None:
-        settings["mesh.world"] = Setting(context.world, "derived")
+    ranks = context.world or ranks_of_all_axes(reading.description)
+    if reading.description.value("mesh.world") is None and ranks is not None:
+        settings["mesh.world"] = Setting(ranks, "derived")
     description = reading.description.replace(settings)
     return replace(reading, description=description.replace(_batch(description)))
 

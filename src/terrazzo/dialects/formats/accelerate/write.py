@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import SHARDING_PATHS, TIER_PATHS, Description
+from terrazzo.dialects.core.description import TIER_PATHS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.accelerate.keys import KEYS
@@ -10,6 +10,7 @@ from terrazzo.dialects.formats.accelerate.write_deepspeed import write_deepspeed
 from terrazzo.dialects.formats.accelerate.write_fsdp import write_fsdp
 from terrazzo.dialects.formats.accelerate.write_replicas import write_replicas
 from terrazzo.dialects.formats.shared.fsdp_words import leave_to_loop
+from terrazzo.dialects.formats.shared.plan_rows import is_split
 
 __all__ = ["write"]
 
@@ -20,14 +21,17 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     draft.write("compute_environment", "LOCAL_MACHINE")
     engine = _engine(draft)
     draft.write("distributed_type", engine)
+    for axis in ("pp", "ep") if engine != "DEEPSPEED" else ():
+        if draft.value(f"mesh.{axis}", 1) > 1:
+            draft.refuse(f"mesh.{axis}", "Accelerate has no such axis")
     _machines(draft)
     half = _half(draft, engine)
-    if engine == "FSDP":
-        write_fsdp(draft, half, context)
-    elif engine == "DEEPSPEED":
+    if engine == "DEEPSPEED":
         write_deepspeed(draft, half)
+    elif engine == "FSDP":
+        write_fsdp(draft, half, context)
     else:
-        write_replicas(draft, half)
+        write_replicas(draft, half, context)
     _compile(draft, engine)
     leave_to_loop(draft)
     return draft.finish()
@@ -38,7 +42,7 @@ def _engine(draft: Draft) -> str:
     tiers = {str(draft.value(path, "device")) for path in TIER_PATHS}
     finer = len(tiers) > 1 or not tiers <= {"device", "cpu"}
     row, sequence = draft.description.row, draft.value("mesh.sp", 1) > 1
-    split = all(draft.is_set(path) for path in SHARDING_PATHS) and row != "zero0"
+    split = is_split(draft.description)
     if draft.description.dialect == "deepspeed" and split:
         return "DEEPSPEED"
     if row in ("zero1", "zero2") or sequence or (finer and row in ("zero3", "shard_grad_op")):

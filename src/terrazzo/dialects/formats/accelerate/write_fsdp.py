@@ -5,11 +5,10 @@ from __future__ import annotations
 from terrazzo.dialects.core.description import DATA_AXIS_PATHS, LOADED, SHARDING_PATHS
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.mesh import ranks_left
 from terrazzo.dialects.formats.accelerate.keys import STRATEGIES
 from terrazzo.dialects.formats.accelerate.write_precision import write_autocast, write_precision
 from terrazzo.dialects.formats.shared.fsdp_words import bare_classes, write_offload
-from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, nearest_row, shard_ranks
+from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, one_axis, shard_ranks
 
 __all__ = ["write_fsdp"]
 
@@ -19,15 +18,14 @@ _NAMES = {row: name.upper() for name, row in STRATEGIES.items()}
 
 def write_fsdp(draft: Draft, half: str | None, context: ReadingContext) -> None:
     """Write all that Accelerate's FSDP keys can say."""
-    near, why = nearest_row(draft.description, _NAMES)
+    near, why = choose_row(draft, _NAMES, "a row that FSDP has, such as zero3")
     row = near or "zero3"
     shards = shard_ranks(draft, context.world)
     version = 1 if row in HYBRID_ROWS and None in (draft.value("mesh.dp_replicate"), shards) else 2
     draft.write(f"{_F}version", version)
-    _row(draft, row, why, version)
-    if near is None:
-        draft.refuse(SHARDING_PATHS, f"{why}: take a row that FSDP has, such as zero3")
-    _sizes(draft, row, version, shards if row in HYBRID_ROWS else _one_axis(draft, context.world))
+    if near is not None:
+        _row(draft, near, why, version)
+    _sizes(draft, row, version, shards if row in HYBRID_ROWS else one_axis(draft, context.world))
     _units(draft)
     if write_offload(draft, f"{_F}offload_params") and draft.value("offload.pin") is False:
         draft.lossy("offload.pin", "FSDP always pins what it offloads")
@@ -54,9 +52,6 @@ def _row(draft: Draft, row: str, why: str, version: int) -> None:
 def _sizes(draft: Draft, row: str, version: int, shards: int | None) -> None:
     """Write the mesh where it has more than one axis."""
     sizes = {axis: draft.value(f"mesh.{axis}", 1) for axis in ("tp", "cp")}
-    for axis in ("pp", "ep"):
-        if draft.value(f"mesh.{axis}", 1) > 1:
-            draft.refuse(f"mesh.{axis}", "Accelerate has no such axis under FSDP")
     if version == 1:
         draft.implied(DATA_AXIS_PATHS)
         known = [path for path in DATA_AXIS_PATHS if draft.value(path) is not None]
@@ -69,14 +64,6 @@ def _sizes(draft: Draft, row: str, version: int, shards: int | None) -> None:
         _parallel(draft, row in HYBRID_ROWS, shards, sizes)
     else:
         draft.implied(DATA_AXIS_PATHS, "all data ranks are one axis")
-
-
-def _one_axis(draft: Draft, world: int | None) -> int | None:
-    """Ranks of the one data axis: replicas and their shards, or what is left of the world."""
-    shards, ranks = draft.value("mesh.dp_shard"), ranks_left(draft.description, world, ("tp", "cp"))
-    if shards is not None and (draft.value("mesh.dp_replicate") is not None or not draft.is_set("mesh.dp_replicate")):
-        return int(shards * draft.value("mesh.dp_replicate", 1))
-    return ranks
 
 
 def _parallel(draft: Draft, hybrid: bool, shards: int | None, sizes: dict[str, int]) -> None:

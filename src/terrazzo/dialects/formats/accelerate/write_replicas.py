@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import DATA_AXIS_PATHS, LOADED, SHARDING_PATHS, TIER_PATHS
+from terrazzo.dialects.core.description import LOADED, SHARDING_PATHS, TIER_PATHS
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.accelerate.write_precision import write_autocast, write_precision
+from terrazzo.dialects.formats.shared.accelerate_stack import write_replica_axes
 
 __all__ = ["write_replicas"]
 
 
-def write_replicas(draft: Draft, half: str | None) -> None:
+def write_replicas(draft: Draft, half: str | None, context: ReadingContext) -> None:
     """Plain data parallelism says little: nothing is split, and compute is autocast's."""
     draft.implied(SHARDING_PATHS, key="distributed_type")
-    draft.implied(DATA_AXIS_PATHS, "all ranks that are started")
+    write_replica_axes(draft, "parallelism_config.parallelism_config_tp_size", context.world)
     for path in TIER_PATHS:
         if draft.value(path, "device") != "device":
             draft.refuse(path, "plain replicas have no offload: take a plan that splits, such as zero3")

@@ -79,7 +79,6 @@ def write_mesh(draft: DeepSpeedDraft, stage: int) -> None:
         )
     if degrees["pp"] > 1:
         _pipeline(draft, degrees["pp"], stage)
-        _stages(draft)
     if not has_no_effect(draft.description, "parallel.sequence"):
         _sequence(draft)
 
@@ -90,6 +89,7 @@ def _pipeline(draft: DeepSpeedDraft, stages: int, stage: int) -> None:
     else:
         why = "the model must be a PipelineModule in the code"
         draft.put("mesh.pp", "pipeline.stages", stages, why, "lossy")
+        _stages(draft)
 
 
 def _stages(draft: DeepSpeedDraft) -> None:

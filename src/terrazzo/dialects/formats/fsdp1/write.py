@@ -5,6 +5,7 @@ from __future__ import annotations
 from terrazzo.dialects.core.description import DATA_AXIS_PATHS, SHARDING_PATHS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.core.mesh import SAME_DATA_AXES
 from terrazzo.dialects.formats.fsdp1.keys import KEYS
 from terrazzo.dialects.formats.shared.fsdp_policy import FSDP1_POLICY, write_policy
 from terrazzo.dialects.formats.shared.fsdp_words import ROW_NAMES, leave_to_loop, write_offload, write_wrap_policy
@@ -17,10 +18,10 @@ __all__ = ["write"]
 def write(description: Description, context: ReadingContext = NO_CONTEXT, library: str = "FSDP1") -> Writing:
     """All that FSDP1's arguments can say. `library`: who passes them on, as in messages."""
     draft = Draft(description, library, KEYS)
-    world = context.world
     row, why = choose_row(draft, ROW_NAMES, f"one of {', '.join(ROW_NAMES.values())}")
     if row is not None:
-        _write_row(draft, row, why, world)
+        _write_row(draft, row, why)
+    _write_mesh(draft, row, context.world)
     leave_to_launcher(draft)
     write_wrap_policy(draft, "auto_wrap_policy")
     draft.option("units.ignored", "ignored_states")
@@ -35,11 +36,19 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT, librar
     return draft.finish()
 
 
-def _write_row(draft: Draft, row: str, why: str, world: int | None) -> None:
+def _write_row(draft: Draft, row: str, why: str) -> None:
     if row != "zero3" or why:
         draft.put(SHARDING_PATHS, "sharding_strategy", ROW_NAMES[row], why, "lossy" if why else "applied")
     else:
         draft.implied(SHARDING_PATHS)
+
+
+def _write_mesh(draft: Draft, row: str | None, world: int | None) -> None:
+    if lost := [axis for axis in SAME_DATA_AXES if draft.value(f"mesh.{axis}", 1) != 1]:
+        told = [path for path in DATA_AXIS_PATHS if draft.value(path) not in (None, 1)]
+        draft.implied(DATA_AXIS_PATHS)
+        draft.lossy(told, f"without {' and '.join(lost)} more ranks are left to the data axes: they take them all")
+        return
     replicas, shards = draft.value("mesh.dp_replicate"), draft.value("mesh.dp_shard")
     if row in HYBRID_ROWS:
         shards = shard_ranks(draft, world)

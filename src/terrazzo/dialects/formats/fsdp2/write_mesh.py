@@ -27,7 +27,7 @@ def write_sharding(draft: Draft, context: ReadingContext) -> None:
         row, why = "zero3", "how many ranks keep a second copy is not known (mesh.dp_shard): none is kept"
     if row is not None:
         _write_reshard(draft, row, why)
-        _write_mesh(draft, row, context)
+    _write_mesh(draft, row, context)
 
 
 def _write_reshard(draft: Draft, row: str, why: str) -> None:
@@ -42,7 +42,7 @@ def _write_reshard(draft: Draft, row: str, why: str) -> None:
         draft.put(SHARDING_PATHS, key, value, why, "lossy" if why else "applied")
 
 
-def _write_mesh(draft: Draft, row: str, context: ReadingContext) -> None:
+def _write_mesh(draft: Draft, row: str | None, context: ReadingContext) -> None:
     others = {axis: draft.value(f"mesh.{axis}", 1) for axis in MESH_ORDER}
     others = {axis: size for axis, size in others.items() if size != 1}
     sizes = _data_axes(draft, row, context)
@@ -59,7 +59,7 @@ def _write_mesh(draft: Draft, row: str, context: ReadingContext) -> None:
             draft.lossy(SHARDING_PATHS, f"mesh {list(sizes)}: {why}", "reshard_after_forward, mesh")
 
 
-def _data_axes(draft: Draft, row: str, context: ReadingContext) -> tuple[int | None, ...]:
+def _data_axes(draft: Draft, row: str | None, context: ReadingContext) -> tuple[int | None, ...]:
     """Sizes of the data axes: shards, or replicas and shards."""
     replicas, shards = draft.value("mesh.dp_replicate"), draft.value("mesh.dp_shard")
     if row in HYBRID_ROWS:

@@ -27,9 +27,9 @@ from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.formats.lightning.keys import KEYS
 from terrazzo.dialects.formats.lightning.precision import POLICY, WORDS, precision_row
 from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, joined, placed
-from terrazzo.dialects.formats.shared.fsdp_words import ROW_NAMES, TORCH_NAMES, wants_deepspeed
+from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, wants_deepspeed
 from terrazzo.dialects.formats.shared.launcher import write_ranks
-from terrazzo.dialects.formats.shared.plan_rows import nearest_row
+from terrazzo.dialects.formats.shared.plan_rows import is_split
 
 __all__ = ["write"]
 
@@ -50,18 +50,17 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     draft = Draft(description, "Lightning", KEYS)
     write_ranks(draft, "trainer.devices", "trainer.num_nodes")
     _loop(draft)
-    row, why = nearest_row(description, ROW_NAMES)
     clipped = draft.value("training.clip") is not None and description.dialect in _STAGES
-    if wants_deepspeed(description) or (row == "zero3" and clipped):
+    if wants_deepspeed(description) or (description.row == "zero3" and clipped):
         return _deepspeed(draft, context)
     _optimizer(draft)
     _schedule(draft)
-    if row == "zero0":
-        _ddp(draft)
-    elif row is not None:
+    if is_split(description):
         _fsdp(draft, context)
-    elif why:
-        draft.refuse(SHARDING_PATHS, f"{why}: choose one of {', '.join(ROW_NAMES)}")
+    else:
+        _ddp(draft)
+    if draft.value("mesh.tp", 1) != 1:
+        draft.lossy("mesh.tp", "ModelParallelStrategy alone has it, and configure_model() says what is split")
     return draft.finish()
 
 

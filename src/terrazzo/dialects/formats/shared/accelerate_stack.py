@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, SettingsByPath
+from terrazzo.dialects.core.description import DATA_AXIS_PATHS, LOADED, PARAMETER_DTYPES, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
 from terrazzo.dialects.formats.shared.fsdp_policy import load_dtype
 from terrazzo.engine import LossScaling
 from terrazzo.words import DTYPE_SPELLINGS
 
-__all__ = ["AUTOCAST", "AXES", "stack_precision", "stays_as_loaded"]
+__all__ = ["AUTOCAST", "AXES", "stack_precision", "stays_as_loaded", "write_replica_axes"]
 
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 """Axes of the mesh that a `ParallelismConfig` has a size for."""
@@ -60,3 +62,22 @@ def stack_precision(stack: str, half: Setting[Any], deferred: bool, context: Rea
         "precision.loss_scaling": Setting(scaled, half.origin, half.key),
         **({"precision.output": Setting("fp32", "default")} if accelerated else {}),
     }
+
+
+_INSTEAD = {
+    "tp": "Accelerate refuses it beside plain replicas: take a row that splits, such as zero3",
+    "cp": "Accelerate shares sequences under FSDP alone: take a row that splits, such as zero3",
+    "sp": "Accelerate splits sequences by Ulysses under DeepSpeed alone",
+}
+
+
+def write_replica_axes(draft: Draft, tp: str, world: int | None) -> None:
+    """The axes where nothing is split: all ranks are replicas, or all share one model by `tp`, the key of its size."""
+    alone = ranks_left(draft.description, world, SAME_DATA_AXES) == 1
+    for axis, why in _INSTEAD.items():
+        size = draft.value(f"mesh.{axis}", 1)
+        if size != 1 and axis == "tp" and alone:
+            draft.put("mesh.tp", tp, size, "the model is loaded with tp_plan='auto'")
+        elif size != 1:
+            draft.refuse(f"mesh.{axis}", why)
+    draft.implied(DATA_AXIS_PATHS, "all ranks that are started")

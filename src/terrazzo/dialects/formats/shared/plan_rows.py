@@ -25,7 +25,9 @@ __all__ = [
     "ONE_GROUP",
     "choose_row",
     "in_one_group",
+    "is_split",
     "nearest_row",
+    "one_axis",
     "row_settings",
     "shard_ranks",
 ]
@@ -92,11 +94,21 @@ def nearest_row(description: Description, rows: Collection[str]) -> tuple[str | 
 
 
 def choose_row(draft: Draft, rows: Collection[str], hint: str) -> tuple[str | None, str]:
-    """`nearest_row` of what is written; where there is none near it is refused, with a hint which one to choose."""
+    """`nearest_row` of what is written; where there is none near it is refused, with a hint which one to choose.
+
+    Without a row there is a mesh all the same.
+    """
     row, why = nearest_row(draft.description, rows)
     if row is None and why:
         draft.refuse(SHARDING_PATHS, f"{why}: choose {hint}")
     return row, why
+
+
+def is_split(description: Description) -> bool:
+    """Whether data ranks share any state: by the row, and where code decides that, by the ranks of dp_shard."""
+    if all(description[path].is_set for path in SHARDING_PATHS):
+        return description.row != "zero0"
+    return (description.value("mesh.dp_shard") or 1) > 1
 
 
 def shard_ranks(draft: Draft, world: int | None) -> int | None:
@@ -106,3 +118,11 @@ def shard_ranks(draft: Draft, world: int | None) -> int | None:
     if shards is not None or open_ended:
         return shards
     return ranks_left(draft.description, world, ("dp_replicate", *SAME_DATA_AXES))
+
+
+def one_axis(draft: Draft, world: int | None) -> int | None:
+    """Ranks of the one data axis: replicas and their shards, or what other axes leave of the world."""
+    shards, replicas = draft.value("mesh.dp_shard"), draft.setting("mesh.dp_replicate")
+    if shards is not None and (replicas.value is not None or not replicas.is_set):
+        return int(shards * (replicas.value or 1))
+    return ranks_left(draft.description, world, SAME_DATA_AXES)

@@ -42,7 +42,7 @@ def write_plan(draft: Draft, context: ReadingContext) -> None:
         draft.write("training.disable_cuda_graphs", True)  # on by default, and refused of a pipeline
     if row is not None:
         _reshard(draft, row, why)
-        _degrees(draft, row, context)
+    _degrees(draft, row, context)
 
 
 def _pipeline(draft: Draft, context: ReadingContext) -> None:
@@ -81,7 +81,7 @@ def _reshard(draft: Draft, row: str, why: str) -> None:
         draft.implied(SHARDING_PATHS)
 
 
-def _degrees(draft: Draft, row: str, context: ReadingContext) -> None:
+def _degrees(draft: Draft, row: str | None, context: ReadingContext) -> None:
     replicas, shards = draft.value("mesh.dp_replicate", 1), draft.value("mesh.dp_shard")
     if row == "zero0":
         _replicated(draft, replicas, shards, context)

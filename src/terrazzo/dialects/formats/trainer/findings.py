@@ -52,6 +52,9 @@ def _moved(document: ConfigDocument, description: Description, context: ReadingC
 def _together(document: ConfigDocument, values: Mapping[str, Any]) -> Iterable[Finding]:
     if document.get("fsdp") and document.get("deepspeed"):
         yield Finding.error("fsdp", "the Trainer raises when both fsdp and deepspeed are on: keep one.")
+    if (values.get("parallelism_config.sp_size") or 1) != 1 and not document.get("deepspeed"):
+        text = "Accelerate splits sequences by Ulysses under DeepSpeed alone: say deepspeed, or cp_size with fsdp."
+        yield Finding.error("parallelism_config.sp_size", text)
     named = values.get("torch_compile_backend") or values.get("torch_compile_mode")
     if named and values.get("torch_compile") is False:
         yield Finding.warning("torch_compile", "a backend or mode is named, which turns torch_compile on.")

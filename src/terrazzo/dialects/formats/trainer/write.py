@@ -16,6 +16,7 @@ from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.nested import DEEPSPEED, joined
 from terrazzo.dialects.formats.shared.fsdp_words import wants_deepspeed
 from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
+from terrazzo.dialects.formats.shared.plan_rows import is_split
 from terrazzo.dialects.formats.trainer.keys import KEYS, MATCHED
 from terrazzo.dialects.formats.trainer.write_loop import write_loop, write_schedule
 from terrazzo.dialects.formats.trainer.write_parallel import write_ddp, write_fsdp, write_precision
@@ -35,8 +36,8 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
         return _with_deepspeed(draft, context)
     write_schedule(draft)
     deferred = draft.value("batch.accumulation", 1) > 1
-    if description.row == "zero0" or not description["sharding.weight"].is_set:
-        write_ddp(draft)
+    if not is_split(description):
+        write_ddp(draft, context)
         write_precision(draft, "ddp", deferred, context)
     else:
         write_fsdp(draft, context)

@@ -5,26 +5,32 @@ from __future__ import annotations
 from terrazzo.dialects.core.description import DATA_AXIS_PATHS, LOADED, PATHS, SHARDING_PATHS, TIER_PATHS, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.formats.shared.accelerate_stack import AUTOCAST, stack_precision, stays_as_loaded
+from terrazzo.dialects.formats.shared.accelerate_stack import (
+    AUTOCAST,
+    stack_precision,
+    stays_as_loaded,
+    write_replica_axes,
+)
 from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, bare_classes, write_offload
-from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, shard_ranks
+from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, one_axis, shard_ranks
 
 __all__ = ["write_ddp", "write_fsdp", "write_precision"]
 
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS)
 _SECTION = "fsdp_config"
-_OTHERS = ("tp", "cp", "sp")
+_OTHERS = ("tp", "cp")
 
 
-def write_ddp(draft: Draft) -> None:
+def write_ddp(draft: Draft, context: ReadingContext) -> None:
     """Nothing is split: the Trainer does so without a word."""
-    draft.implied((*SHARDING_PATHS, *DATA_AXIS_PATHS), "DDP, which needs no key")
+    draft.implied(SHARDING_PATHS, "DDP, which needs no key")
     draft.implied([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
     if any(draft.value(path, "device") != "device" for path in TIER_PATHS):
         draft.refuse(TIER_PATHS, "DDP moves nothing to the CPU: shard with zero3")
     else:
         draft.implied([path for path in PATHS if path.startswith("offload.")])
-    _axes(draft, {})
+    write_replica_axes(draft, "parallelism_config.tp_size", context.world)
+    _no_axes(draft)
     _checkpointing(draft, "activation_checkpointing")
     if draft.value("loading.low_memory"):
         draft.lossy("loading.low_memory", "under DDP every rank loads the whole model")
@@ -37,20 +43,11 @@ def write_ddp(draft: Draft) -> None:
 def write_fsdp(draft: Draft, context: ReadingContext) -> None:
     """Write `fsdp` and its section. Version 1 is deprecated, and always shards over all ranks."""
     row, why = choose_row(draft, _ROWS, "zero3, shard_grad_op, hybrid_shard or zero0")
-    if row is None:
-        return
     draft.write("fsdp", True)
-    replicas, shards = draft.value("mesh.dp_replicate"), draft.value("mesh.dp_shard")
-    if row in HYBRID_ROWS:
-        shards = shard_ranks(draft, context.world)
-    if row in HYBRID_ROWS and None in (replicas, shards):
-        why = "the sizes of both axes must be known, or nothing is replicated: write them in the file, or say --world"
-        draft.refuse((*SHARDING_PATHS, *DATA_AXIS_PATHS), why)
-    else:
+    if row is not None:
         keeps = row in ("shard_grad_op", "hybrid_shard_zero2")
         draft.put(SHARDING_PATHS, f"{_SECTION}.reshard_after_forward", not keeps, why, "lossy" if why else "applied")
-        data = {"dp_replicate": replicas, "dp_shard": shards} if row in HYBRID_ROWS else _beside_others(draft, context)
-        _axes(draft, data)
+    _axes(draft, _replicas_and_shards(draft, context) if row in HYBRID_ROWS else _beside_others(draft, context))
     _units(draft)
     write_offload(draft, f"{_SECTION}.cpu_offload")
     draft.implied("offload.pin")
@@ -60,26 +57,39 @@ def write_fsdp(draft: Draft, context: ReadingContext) -> None:
     _state(draft)
 
 
-def _beside_others(draft: Draft, context: ReadingContext) -> dict[str, int | None]:
+def _replicas_and_shards(draft: Draft, context: ReadingContext) -> dict[str, int]:
+    replicas, shards = draft.value("mesh.dp_replicate"), shard_ranks(draft, context.world)
+    if replicas is not None and shards is not None:
+        return {"dp_replicate": replicas, "dp_shard": shards}
+    why = "the sizes of both axes must be known, or nothing is replicated: write them in the file, or say --world"
+    draft.refuse((*SHARDING_PATHS, *DATA_AXIS_PATHS), why)
+    return {}
+
+
+def _beside_others(draft: Draft, context: ReadingContext) -> dict[str, int]:
     """The data axis beside others, which has to be said: Accelerate takes a size that is not given as 1."""
     if all(draft.value(f"mesh.{axis}", 1) == 1 for axis in _OTHERS):
         return {}
-    if (size := shard_ranks(draft, context.world)) is None:
-        draft.refuse(
-            "mesh.dp_shard", "beside tp, cp or sp its size must be known: write it in the file, or say --world"
-        )
+    if (size := one_axis(draft, context.world)) is None:
+        draft.refuse("mesh.dp_shard", "beside tp or cp its size must be known: write it in the file, or say --world")
         return {}
     return {"dp_shard": size}
 
 
-def _axes(draft: Draft, data: dict[str, int | None]) -> None:
+def _axes(draft: Draft, data: dict[str, int]) -> None:
     for axis in _OTHERS:
-        if draft.value(f"mesh.{axis}", 1) != 1:
-            draft.put(f"mesh.{axis}", f"parallelism_config.{axis}_size", draft.value(f"mesh.{axis}"))
+        draft.option(f"mesh.{axis}", f"parallelism_config.{axis}_size")
     for axis, size in data.items():
         draft.put(f"mesh.{axis}", f"parallelism_config.{axis}_size", size)
-    if not data:
-        draft.implied(DATA_AXIS_PATHS, "all data ranks are one axis")
+    if "dp_replicate" not in data:
+        flat = draft.value("mesh.dp_replicate", 1) == 1 and data
+        draft.implied(DATA_AXIS_PATHS, "" if flat else "all data ranks are one axis")
+    if draft.value("mesh.sp", 1) != 1:
+        draft.refuse("mesh.sp", "Accelerate splits sequences by Ulysses under DeepSpeed alone: take mesh.cp")
+    _no_axes(draft)
+
+
+def _no_axes(draft: Draft) -> None:
     if draft.value("mesh.pp", 1) != 1:
         draft.refuse("mesh.pp", "the Trainer has no pipeline: set it to 1")
     if draft.value("mesh.ep", 1) != 1:
