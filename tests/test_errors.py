@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from terrazzo.exit_codes import BROKEN, UNREAD, reason_of
-from terrazzo.messages import counted, did_you_mean, listed, nearest, warn
+from terrazzo.messages import counted, did_you_mean, listed, nearest, of_ranks, warn
 
 
 def test_a_long_list_says_how_much_it_leaves_out() -> None:
     assert listed([]) == ""
     assert listed("abc") == "a, b, c"
     assert listed(range(9), 4) == "0, 1, 2, 3 and 5 more"
+    assert [of_ranks([3]), of_ranks({2, 0}), of_ranks(range(4), 2)] == ["rank 3", "ranks 0, 2", "ranks 0, 1 and 2 more"]
     assert listed(["a b", "c d", "e f"], 2, ";") == "a b; c d and 1 more"
 
 

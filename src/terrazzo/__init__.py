@@ -57,6 +57,7 @@ from terrazzo.errors import (
     SaveFailed,
     SwapFailed,
     TerrazzoError,
+    TimedOut,
 )
 from terrazzo.lazy import lazily
 
@@ -108,6 +109,7 @@ __all__ = [
     "SaveFailed",
     "SwapFailed",
     "TerrazzoError",
+    "TimedOut",
     "__version__",
     "accumulate",
     "attach",

@@ -6,6 +6,7 @@
     ├── Misuse       a correct object used at the wrong moment: fix the calling code
     │   └── RanksApart  ranks that came to one exchange with different things
     ├── ConnectionLost  another rank has ended or failed while this one exchanged with it
+    ├── TimedOut     other ranks have not come to an exchange in time
     ├── SaveFailed   a checkpoint could not be written; earlier ones are intact
     │   └── FolderLost  the folder of a run was moved away under it
     ├── SwapFailed   a state in a swap file cannot be had any more; checkpoints are
@@ -37,8 +38,10 @@ __all__ = [
     "SwapChanged",
     "SwapFailed",
     "TerrazzoError",
+    "TimedOut",
     "lost_a_rank",
     "says_all",
+    "timed_out",
 ]
 
 
@@ -81,6 +84,10 @@ class ConnectionLost(TerrazzoError, ConnectionError, RuntimeError):
     """Another rank has ended or failed while this one exchanged something with it; what it has printed says why."""
 
     says_all = True
+
+
+class TimedOut(TerrazzoError, ConnectionError, RuntimeError):
+    """Other ranks have not come to an exchange in the time of its process group; the message says where each waited."""
 
 
 class SaveFailed(TerrazzoError, RuntimeError):
@@ -138,5 +145,13 @@ def says_all(error: BaseException) -> bool:
 
 def lost_a_rank(error: BaseException) -> bool:
     """Whether an error says that another rank has ended or failed; gloo's have no class of their own."""
-    said = str(error) if isinstance(error, RuntimeError) else ""
-    return isinstance(error, ConnectionLost) or ("gloo/transport" in said and "Timed out" not in said)
+    return isinstance(error, ConnectionLost) or (_is_of_gloo(error) and not timed_out(error))
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether an error says that other ranks have not come in time."""
+    return isinstance(error, TimedOut) or (_is_of_gloo(error) and "Timed out" in str(error))
+
+
+def _is_of_gloo(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "gloo/transport" in str(error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 __all__ = [
     "ALL",
@@ -19,6 +19,7 @@ __all__ = [
     "install",
     "listed",
     "nearest",
+    "of_ranks",
     "printable",
     "shortened",
     "warn",
@@ -73,6 +74,11 @@ def listed(things: Sequence[object], most: int = 3, mark: str = ",") -> str:
     """
     shown = f"{mark} ".join(map(str, things[:most]))
     return f"{shown} and {len(things) - most} more" if len(things) > most else shown
+
+
+def of_ranks(numbers: Collection[int], most: int = 8) -> str:
+    """`"rank 0"`, `"ranks 0, 1"`, in order."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed(sorted(numbers), most)}"
 
 
 def printable(text: str) -> str:

@@ -6,6 +6,7 @@ import copy
 import random
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.comm import backends
 from terrazzo.engine.comm.collectives import NativeCollectives
+from terrazzo.engine.runtime.private_torch import default_store
 from terrazzo.engine.schedule.order import Order
 from terrazzo.engine.schedule.visits import Event, Visit
 from tests.engine.toys import EVERY_PLAN, Block, adamw, assert_close, batch, full_parameters, mesh_for, on_ranks
@@ -492,6 +495,72 @@ def uneven_without_labels(plan: str) -> str:
 def test_uneven_micro_batches_are_named_where_messages_carry_no_labels(two_processes: Pool, plan: str) -> None:
     for told in two_processes.run(uneven_without_labels, plan):
         assert "gradient of" in told and "backward 2" in told and "accumulate" in told
+
+
+class Choosy(Routed):
+    """Raises at the end of a forward, when it is told to."""
+
+    skips = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = super().forward(tokens)
+        if self.skips:
+            raise ValueError("a batch that this rank does not like")
+        return out
+
+
+def skipping_a_batch(plan: str, goes_on: bool) -> tuple[str, str, float]:
+    """What ends a run whose second rank skips a batch, and goes on or leaves it there; run by each process."""
+    rank, group = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=SKIPPING_TIMEOUT_S))
+    model = Choosy()
+    model.route = [*range(DEPTH)]
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",))
+    model, optimizer = tz.shard(model, adamw(model.parameters()), plan, mesh=mesh)
+    start = time.monotonic()
+    try:
+        for step in range(3):
+            model.skips = (step, rank) == (1, 1)
+            try:
+                loss_of(model, batch(step, rank)).backward()
+            except ValueError:
+                if goes_on:
+                    continue
+                default_store().wait(["told by 0", "told by 2"])
+                return "left", "", 0.0
+            optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeError as error:
+        default_store().set(f"told by {rank}", "")
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "ended", "", 0.0
+
+
+SKIPPING_TIMEOUT_S = 4.0
+
+
+@pytest.mark.processes
+def test_a_batch_that_one_rank_skips_in_mid_forward_is_told_of_by_where_each_waits() -> None:
+    """One waits in a gather, the others in a meeting: messages of different kinds, so that time alone ends it."""
+    with Pool(3) as pool:
+        for kind, said, seconds in pool.run(skipping_a_batch, "zero3", True, timeout_s=60.0):
+            assert kind == "RanksApart", said
+            here = "ranks 0, 2 at the end of forward 2; rank 1 at the weights of the root unit for training forward 3."
+            assert here in said and "same number of forwards" in said, said
+            assert seconds < 2 * SKIPPING_TIMEOUT_S
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("plan", "place"), [("zero3", "the end of forward 2"), ("zero2", "the gradient of unit 'blocks.4' in backward 2")]
+)
+def test_a_rank_that_does_not_come_at_all_is_told_of_with_where_the_others_wait(plan: str, place: str) -> None:
+    with Pool(3) as pool:
+        told = pool.run(skipping_a_batch, plan, False, timeout_s=60.0)
+    assert told.pop(1)[0] == "left"
+    for kind, said, seconds in told:
+        assert kind == "TimedOut" and "longer timeout" in said, said
+        assert f"Waiting: ranks 0, 2 at {place}" in said and said.endswith("of rank 1 nothing is known."), said
+        assert seconds < 2 * SKIPPING_TIMEOUT_S
 
 
 # -- the program ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ Each exchange has a `Label` of `instrumentation`: two that do not belong togethe
     comm_streams  the CUDA streams that chains of collectives run on
     transfer      collectives in flight and chains of them; what is counted about them
     sums          sums whose order is promised
+    failed_exchanges  what is raised where one has failed: who has ended, or where each rank waits
     collectives   calls torch.distributed, and so NCCL; counts every byte
     host          the ways that chunks take between CPU ranks
     backends      which group gets which collectives

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrazzo.engine.comm.failed_exchanges import explained
 from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.transfer import Handle, Moves, converted, next_stream, outlives_chain
 from terrazzo.engine.instrumentation.label import moving
@@ -145,11 +146,12 @@ class Collectives(ABC):
             RuntimeError: where they have not come in that time; the group is of no use then.
         """
         self.traffic.record("control", values.nbytes, axis=self.axis)
+        group = self._group_for(values)
+        if timeout_s is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True).wait(timedelta(seconds=timeout_s))
+            return values
         with self._meeting("control"):
-            group, ends = self._group_for(values), timeout_s is not None
-            work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=ends)
-            if timeout_s is not None:
-                work.wait(timedelta(seconds=timeout_s))
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
         return values
 
     def gather_rows(self, values: Tensor) -> Tensor:
@@ -173,10 +175,10 @@ class Collectives(ABC):
             try:
                 yield
             except RuntimeError as error:
-                lost = moving.get().lost_by(error)
+                failed = explained(error, moving.get(), self.group, self.break_off)
                 for why in self._standing_still():
-                    lost.add_note(why)
-                raise lost from lost.__cause__
+                    failed.add_note(why)
+                raise failed from failed.__cause__
 
     def _standing_still(self) -> Iterable[str]:
         """Notes on ranks that stand still, as far as this one can see."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from terrazzo.engine.consensus.number_rows import number_rows
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.messages import listed, shortened
+from terrazzo.messages import listed, of_ranks, shortened
 
 __all__ = ["first_difference"]
 
@@ -47,12 +47,8 @@ def _told(axes: Axes, path: str, value: str, along: Iterable[str]) -> str:
     holders: dict[str, list[int]] = {}
     for rank, _, each in told:
         holders.setdefault(each, []).append(rank)
-    shown = [f"{each} on {_ranks(ranks)}" for each, ranks in holders.items()]
+    shown = [f"{each} on {of_ranks(ranks)}" for each, ranks in holders.items()]
     return f"{max(path for _, path, _ in told)} ({listed(shown, 4, ';')})"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks, 8)}"
 
 
 def _leaves(path: str, fact: object) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
-from terrazzo.errors import ConnectionLost, RanksApart, lost_a_rank
+from terrazzo.errors import RanksApart
 
 __all__ = ["CALLS", "RUN_THE_SAME", "RUN_THE_SAME_MODULES", "Label", "Purpose", "Stamp", "moving", "title_of"]
 
@@ -128,16 +128,6 @@ class Label:
         for mine, other in zip(own, theirs, strict=True):
             if mine != other and min(mine, other) >= 0:
                 self.of_code(mine).check(other, who)
-
-    def lost_by(self, error: BaseException) -> BaseException:
-        """`error`, or where another rank has ended or failed, one from it that also says what this rank was at."""
-        if not lost_a_rank(error):
-            return error
-        is_named = isinstance(error, ConnectionLost)
-        why = str(error) if is_named else "Another rank has ended or failed: see what it has printed."
-        lost = ConnectionLost(f"{why} Here it was the turn of {self}.")
-        lost.__cause__ = error
-        return lost
 
     def __str__(self) -> str:
         name = self.names[self.unit] if self.unit < len(self.names) else str(self.unit)

@@ -18,7 +18,7 @@ from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json
 from terrazzo.launch import environment, machine
 from terrazzo.launch.rank.rendezvous import meet
-from terrazzo.messages import listed
+from terrazzo.messages import listed, of_ranks
 
 __all__ = ["Ranks", "agree_on_config", "agree_on_data", "join"]
 
@@ -114,10 +114,6 @@ def _differing(everyone: list[dict[str, str]]) -> str:
         for rank, theirs in enumerate(everyone):
             values.setdefault(theirs.get(key, "not set"), []).append(rank)
         if len(values) > 1:
-            by_value = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
+            by_value = "; ".join(f"{value} on {of_ranks(ranks)}" for value, ranks in values.items())
             differing.append(f"{key} ({by_value})")
     return ", ".join(differing)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, 4)}"

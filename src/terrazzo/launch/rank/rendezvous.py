@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from terrazzo.errors import BadInput
-from terrazzo.messages import listed
+from terrazzo.messages import listed, of_ranks
 
 __all__ = ["meet"]
 
@@ -60,7 +60,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     else:
         run, roll = _answer(store, rank, world_size, timeout + _GRACE)
     if len(roll.sizes) > 1:
-        told = " and ".join(f"{size} on {_ranks(ranks)}" for size, ranks in roll.sizes.items())
+        told = " and ".join(f"{size} on {of_ranks(ranks)}" for size, ranks in roll.sizes.items())
         raise BadInput(f"WORLD_SIZE is {told}, which meet at {address}: give every rank of this run the same.")
     if roll.absent:
         who = f"Ranks {listed(roll.absent, 8)} have" if len(roll.absent) > 1 else f"Rank {roll.absent[0]} has"
@@ -136,10 +136,6 @@ def _answer(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -
                 run.set(f"heard/{call}", "yes")
                 return run, roll
     return store, RollCall([0], {})
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, 8)}"
 
 
 def _comes(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:

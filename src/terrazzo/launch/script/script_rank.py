@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-from terrazzo.errors import BadInput, ConnectionLost, Misuse, lost_a_rank
+from terrazzo.errors import BadInput, ConnectionLost, Misuse, TimedOut, lost_a_rank
 from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED
 from terrazzo.launch.launcher_pipe import REPORT, Failure, LauncherPipe, Milestone, cause_of
 from terrazzo.processes import tether
@@ -30,7 +30,7 @@ def own_frames(error: BaseException, trace: TracebackType | None) -> TracebackTy
     """
     while trace is not None and trace.tb_frame.f_code.co_filename in _LAUNCHERS:
         trace = trace.tb_next
-    last = trace if isinstance(error, BadInput | Misuse | ConnectionLost) else None
+    last = trace if isinstance(error, BadInput | Misuse | ConnectionLost | TimedOut) else None
     while last is not None and last.tb_next is not None:
         if last.tb_next.tb_frame.f_code.co_filename.startswith(_PACKAGE):
             last.tb_next = None

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from terrazzo.messages import listed
+from terrazzo.messages import of_ranks
 
 __all__ = ["Disagreement", "RankAnswer", "finding_of"]
 
@@ -55,7 +55,7 @@ def finding_of(answers: Sequence[RankAnswer]) -> Disagreement | None:
     wavering = {rank for rank in ranks for group in apart.values() if _disagrees_with_itself(rank, group)}
     if len(ranks) > 1 and 2 * len(wavering) > len(ranks):
         return Disagreement(
-            f"{_named(wavering)} each computed one micro-batch twice, with two results.", of_kernels=True
+            f"{of_ranks(wavering)} each computed one micro-batch twice, with two results.", of_kernels=True
         )
     wrong, undecided = Counter[int](), set[int]()
     for group in apart.values():
@@ -68,8 +68,8 @@ def finding_of(answers: Sequence[RankAnswer]) -> Disagreement | None:
     if wavering:
         return Disagreement(" ".join(_transient(rank, apart) for rank in sorted(wavering)))
     return Disagreement(
-        f"Inconclusive: {_named(undecided)} compute the gradients of {_unit(*apart.values())} differently from the same"
-        " micro-batch, and each does so again. One of them is wrong, and two cannot tell which: a third would."
+        f"Inconclusive: {of_ranks(undecided)} compute the gradients of {_unit(*apart.values())} differently from the"
+        " same micro-batch, and each does so again. One of them is wrong, and two cannot tell which: a third would."
     )
 
 
@@ -96,8 +96,8 @@ def _of_rank(
     others = {each.rank for group in about for each in group} - {rank}
     how = "each time" if count == len(own) else f"{count} of {len(own)} times"
     return (
-        f"Rank {rank} computes the gradients of {_unit(*about)} differently from {_named(others)}, which have the same"
-        f" weights, the same micro-batch and the same random numbers: {how}."
+        f"Rank {rank} computes the gradients of {_unit(*about)} differently from {of_ranks(others)}, which have the"
+        f" same weights, the same micro-batch and the same random numbers: {how}."
     )
 
 
@@ -113,7 +113,3 @@ def _unit(*groups: Sequence[RankAnswer]) -> str:
         if any(len({each.digests[number : number + 1] for each in group}) > 1 for group in groups):
             return unit
     return "units"
-
-
-def _named(ranks: set[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(sorted(ranks), 8)}"

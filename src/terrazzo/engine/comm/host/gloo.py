@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.comm.failed_exchanges import explained
 from terrazzo.engine.comm.host.columns import columns_of
 from terrazzo.engine.comm.host.neighbours import Memory, Neighbour, find_neighbours
 from terrazzo.engine.comm.sums import add_in_order, divide
@@ -63,10 +64,13 @@ class GlooCollectives(Collectives):
         if self._columns is not None and self._columns.width == 1:
             self._near = {}
         self._far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._near]
-        self.break_off = functools.partial(_break_off, self._near, group)  # type: ignore[method-assign]
-        self._workers = {kind: Worker(f"terrazzo-{kind}", break_off=self.break_off) for kind in kinds}
+        self._break_off = functools.partial(_break_off, self._near, group)  # which must not hold what owns the threads
+        self._workers = {kind: Worker(f"terrazzo-{kind}", break_off=self._break_off) for kind in kinds}
         self._counts = dict.fromkeys(kinds, 0)
         self._model = _models[group.group_name] = _models[group.group_name] + 1
+
+    def break_off(self) -> None:
+        self._break_off()
 
     def _standing_still(self) -> Iterable[str]:
         for neighbour in self._near.values():
@@ -223,10 +227,10 @@ class GlooCollectives(Collectives):
             try:
                 exchange(moments)
             except BaseException as error:
+                failed = explained(error, label, self.group, self.break_off)
                 for neighbour in self._near.values():
                     neighbour.hang_up()
-                lost = label.lost_by(error)
-                raise lost from lost.__cause__
+                raise failed from failed.__cause__
             moments.done = time.perf_counter()
             times.recorder.done(times.track, ordinal, begun, moments.ready)
 

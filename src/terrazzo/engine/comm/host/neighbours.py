@@ -28,7 +28,7 @@ from torch import Tensor
 from terrazzo.engine.comm.host.rendezvous import Address, Listener, Met, connect
 from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.errors import ConnectionLost
+from terrazzo.errors import ConnectionLost, TimedOut
 from terrazzo.processes.ending import Ending, leaves_to_parent
 from terrazzo.processes.system import boot_id, is_stopped
 
@@ -204,7 +204,7 @@ class Neighbour:
                 f"it may have ended, or run something else: {_LOOK_THERE} Where it is only slow, give "
                 "init_process_group a longer timeout."
             )
-            raise ConnectionError(f"{self._subject} has not come to this {kind} in time: {why}") from error
+            raise TimedOut(f"{self._subject} has not come to this {kind} in time: {why}") from error
         except OSError:
             message = b""
         if len(message) != size_bytes:
