@@ -123,6 +123,18 @@ ACTS: Mapping[str, Act] = {
         *("d", "d", "interception/gradients/gradient_stand_in"),
         note="Finished ones, and on every rank: else the next backward raises `RanksApart`.",
     ),
+    "take-grad": Act(
+        "torch.autograd.grad(model(x).sum(), [p])",
+        *("dddddd", "dddddr", "buckets/parameters/wanted_gradients"),
+        updating=_DONE,
+        note="This rank's own, whole, in the dtype that is computed in; in fp16 it raises. On every rank.",
+    ),
+    "wanted": Act(
+        "model(x).sum().backward(inputs=[p])",
+        *("dddddd", "dddddr", "buckets/parameters/wanted_gradients"),
+        updating=_DONE,
+        note="The mean over ranks, as `backward()` makes it of all: DDP would leave each its own. On every rank.",
+    ),
     "clip": Act(
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "interception/gradients/gradient_stand_in"
     ),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
@@ -322,6 +323,64 @@ def test_leaves_that_are_returned_and_kept(plan: str) -> None:
     for found, hooks in on_ranks(2, body):
         assert_close(found, dict(alone.named_parameters()), 1e-5)
         assert hooks <= 2  # one of this engine's for the last forward, and one that stays
+
+
+@pytest.mark.cover(strength=1, turns=2, plan=places)
+@pytest.mark.parametrize("regions", [False, True])
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_gradients_of_some_weights_alone(plan: str, regions: bool) -> None:
+    """`torch.autograd.grad` gives each rank its own, to the bit, and `backward(inputs=...)` their mean."""
+    base, world = Regions(regions), world_of(plan)
+
+    def some(model: Any) -> list[nn.Parameter]:
+        return [model.blocks[1].up.weight, model.embed.weight, model.unread]
+
+    def taken(model: Any, rank: int) -> list[Tensor]:
+        loss = loss_of(model, batch(0, rank))
+        first = torch.autograd.grad(loss, some(model)[:1], retain_graph=True)
+        return [*first, *torch.autograd.grad(loss, some(model), materialize_grads=True)]
+
+    def body(rank: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+        model = copy.deepcopy(base)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = tz.shard(model, optimizer, plan, mesh=mesh_for(plan, world))
+        own = taken(model, rank)
+        loss_of(model, batch(0, rank)).backward(inputs=some(model)[:2])
+        assert [name for name, each in model.named_parameters() if each.grad is not None] == NAMES
+        optimizer.step()
+        return own, full_parameters(model)
+
+    alone = copy.deepcopy(base)
+    for rank in range(world):
+        (loss_of(alone, batch(0, rank)) / world).backward(inputs=some(alone)[:2])
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    for rank, (own, found) in enumerate(on_ranks(world, body)):
+        torch.testing.assert_close(own, taken(base, rank), rtol=0, atol=0)
+        assert_close(found, dict(alone.named_parameters()), 1e-6)
+
+
+NAMES = ["embed.weight", "blocks.1.up.weight"]
+
+
+class Regions(Net):
+    """Perhaps recomputes its blocks, which read a weight of another one; has a weight that no forward reads."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.recomputes, self.unread = recomputes, nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = (
+                checkpoint(self.with_bias, block, x, use_reentrant=False)
+                if self.recomputes
+                else self.with_bias(block, x)
+            )
+        return self.head(x)
+
+    def with_bias(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x) * self.blocks[0].down.bias.sum()
 
 
 # -- what cannot be right -----------------------------------------------------------------------------------------

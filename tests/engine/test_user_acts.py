@@ -152,7 +152,17 @@ def _forward(model: Any, optimizer: Any) -> Any:
         return model(torch.ones(3))
 
 
+def _grad_taken(model: Any, optimizer: Any) -> Any:
+    return torch.autograd.grad(model(torch.ones(3)).sum(), [model.inner.weight, model.head.bias])
+
+
+def _wanted(model: Any, optimizer: Any) -> None:
+    model(torch.ones(3)).sum().backward(inputs=[model.inner.weight])
+
+
 DEEDS: dict[str, Callable[[Any, Any], Any]] = {
+    "take-grad": _grad_taken,
+    "wanted": _wanted,
     "measure": _read,
     "read": _copy,
     "write": lambda model, optimizer: _write(model.parameters()),

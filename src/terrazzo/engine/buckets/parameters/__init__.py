@@ -2,6 +2,7 @@
 
     note             what the engine has noted on a parameter
     gradient_hooks   hooks that look at its gradients, users' own and the engine's
+    wanted_gradients parameters that torch.autograd.grad and backward(inputs=...) are given
     placeholder      tensors that have a shape, a dtype and a device, and no values
     at_rest          what a parameter looks like while its values are elsewhere
     outside_forward  parameters that a loss may not compute with past the model's forward

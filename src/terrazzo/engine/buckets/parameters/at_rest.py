@@ -18,6 +18,7 @@ from terrazzo.engine.buckets.parameters.gradient_hooks import register_before_ow
 from terrazzo.engine.buckets.parameters.note import Note, note_of
 from terrazzo.engine.buckets.parameters.outside_forward import watched
 from terrazzo.engine.buckets.parameters.placeholder import Placeholder, Zeros
+from terrazzo.engine.buckets.parameters.wanted_gradients import DIFFERENTIATE, differentiated
 from terrazzo.engine.runtime.callers import calling_module
 from terrazzo.engine.runtime.compiled import is_of_compiler
 from terrazzo.engine.runtime.overrides import arguments
@@ -32,6 +33,8 @@ class AtRest(Placeholder):
     def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if (text := super()._answer(func, args, kwargs)) is not NotImplemented:
             return text
+        if func in DIFFERENTIATE:
+            return differentiated(func, args, kwargs)
         note = self.terrazzo_note
         if note.reach is not None and note.reach():  # inside the model's forward: it is here now
             return func(*args, **kwargs)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.buckets.parameters.placeholder import Placeholder
+from terrazzo.engine.buckets.parameters.wanted_gradients import DIFFERENTIATE, differentiated
 from terrazzo.engine.runtime.overrides import function_name, is_question
 from terrazzo.engine.runtime.private_torch import graph_task, plainly, tree_map_only
 from terrazzo.errors import Misuse
@@ -75,8 +76,10 @@ class _Watched(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in DIFFERENTIATE and (found := differentiated(func, args, kwargs)) is not NotImplemented:
+            return found
         with plainly():
-            computes = graph_task() == -1 and not is_question(func) and func not in _DIFFERENTIATE
+            computes = graph_task() == -1 and not is_question(func) and func is not Tensor.backward
             if computes and torch.is_grad_enabled():
                 args, kwargs = tree_map_only(_Watched, functools.partial(_alias, function_name(func)), (args, kwargs))
             return func(*args, **kwargs)
@@ -85,10 +88,6 @@ class _Watched(nn.Parameter):
         made: Any = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         made.__class__ = self.inside
         return made  # type: ignore[no-any-return]
-
-
-_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-"""They are given parameters as what gradients are wanted of."""
 
 
 @functools.cache
