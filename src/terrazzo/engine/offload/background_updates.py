@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch.optim import Optimizer
 
@@ -20,8 +21,37 @@ from terrazzo.errors import Misuse
 __all__ = ["BackgroundUpdates"]
 
 
+@dataclass
+class _Ahead:
+    """Units, whose numbers are `begun`, are updated in backward, before the others and `optimizer.step()`."""
+
+    stepper: Stepper
+    begun: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _InStep:
+    """Inside of `optimizer.step()`, which is about to begin the updates of `units`."""
+
+    stepper: Stepper
+    units: Sequence[Unit]
+
+
+@dataclass
+class _Torn:
+    """Some units have been updated for a step that was given up, and `unrestored` has not been restored since."""
+
+    unrestored: set[Half]
+
+
 class BackgroundUpdates(OffDeviceUpdates):
-    """Starts the updates of one model's units, and waits for them.
+    """Starts the updates of one model's units, and waits for them. It is in one of four states:
+
+        state    from                                                  until
+        None     the beginning, `begin`, or another's end              `unit_reduced` or `before_step`
+        _Ahead   `unit_reduced`, with offload step 'backward'          `before_step` or `forget`
+        _InStep  `before_step`                                         `begin`
+        _Torn    `forget` of a step that was given up while `_Ahead`   weights and states are `restored`
 
     Args:
         first: number of the optimizer's first param group among those of all the model's optimizers.
@@ -40,16 +70,14 @@ class BackgroundUpdates(OffDeviceUpdates):
         self.units, self.schedule, self.mode, self.steps_in_backward = units, schedule, mode, mode == "backward"
         self._updater, self._first, self._segments = updater, first, segments
         self._off_device = [unit for unit in units if any(bucket.spec.updated_off_device for bucket in unit.buckets)]
-        self._early: Stepper | None = None
-        self._begun: set[int] = set()
-        self._torn: set[Half] = set()
-        self._prepared: tuple[Stepper, list[Unit]] | None = None  # within a step
+        self._state: _Ahead | _InStep | _Torn | None = None
 
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
         """The gradients of a unit are finished: update it at once, where that may be, and every parameter has one."""
         unit = self.units[index]
         self._require_whole("Backward")
-        if index in self._begun:
+        ahead = self._state if isinstance(self._state, _Ahead) else None
+        if ahead is not None and index in ahead.begun:
             raise Misuse(
                 f"Gradients of {unit.title} came after its update had begun: with offload step "
                 "'backward' a step has one backward of each unit outside 'with tz.accumulate(model)', and "
@@ -57,16 +85,16 @@ class BackgroundUpdates(OffDeviceUpdates):
             )
         at_once = self.steps_in_backward and unit in self._off_device and not self._has_matrices(unit)
         if at_once and all(all(b.gradient.seen) for b in unit.trainable()):
-            if self._early is None:
-                self._early = Stepper(optimizer, self._first)
-            self._begun.add(index)
+            if ahead is None:
+                ahead = self._state = _Ahead(Stepper(optimizer, self._first))
+            ahead.begun.add(index)
             unit.weights.catch_up()
-            self._begin(unit, self._early, handed_over([each for each in self._of(unit.buckets) if each.due]))
+            self._begin(unit, ahead.stepper, handed_over([each for each in self._of(unit.buckets) if each.due]))
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._require_whole("optimizer.step()")
-        early, begun = self._early, set(self._begun)
-        changed = early.changed_since(optimizer) if early is not None else ()
+        ahead = self._state if isinstance(self._state, _Ahead) else _Ahead(Stepper(optimizer, self._first))
+        changed = ahead.stepper.changed_since(optimizer) if ahead is self._state else ()
         self.forget(abandoned=bool(changed))
         if changed:
             raise Misuse(
@@ -74,12 +102,13 @@ class BackgroundUpdates(OffDeviceUpdates):
                 "offload step 'backward' units are updated while backward runs. Change hyper-parameters after "
                 "optimizer.step(), or use tz.Offload(step='overlapped')."
             )
-        stepper = early or Stepper(optimizer, self._first)
         order = dict.fromkeys([*self.schedule.order.forward, *range(len(self.units))])
-        units = [unit for index in order if index not in begun and (unit := self.units[index]) in self._off_device]
+        units = [
+            unit for index in order if index not in ahead.begun and (unit := self.units[index]) in self._off_device
+        ]
         for unit in units:
             unit.weights.catch_up()
-        self._prepared = stepper, units
+        self._state = _InStep(ahead.stepper, units)
 
     def carry_out(
         self,
@@ -94,10 +123,10 @@ class BackgroundUpdates(OffDeviceUpdates):
 
     def begin(self, finished: Mapping[Bucket, SummedGradient]) -> None:
         """Begin the updates, in the order of forward."""
-        assert self._prepared is not None, "the step has not been prepared"
-        (stepper, units), self._prepared = self._prepared, None
-        for unit in units:
-            self._begin(unit, stepper, finished)
+        assert isinstance(self._state, _InStep), "the step has not been prepared"
+        step, self._state = self._state, None
+        for unit in step.units:
+            self._begin(unit, step.stepper, finished)
 
     def after_step(self) -> None:
         """`optimizer.step()` returns."""
@@ -111,15 +140,15 @@ class BackgroundUpdates(OffDeviceUpdates):
             abandoned: whether the step is given up: units that have been updated already are ahead of the others, or
                 all have been stepped though nobody asked for it.
         """
-        if abandoned and self._begun:
-            self._torn = {"weights", "states"}
-        self._early = None
-        self._begun.clear()
+        if abandoned and isinstance(self._state, _Ahead):
+            self._state = _Torn({"weights", "states"})
+        elif not isinstance(self._state, _Torn):
+            self._state = None
 
     def require_step_taken(self, what: str, reads: Half | None = None) -> None:
-        if reads in self._torn:
+        if isinstance(self._state, _Torn) and reads in self._state.unrestored:
             self._require_whole(what)
-        if self._begun:
+        if isinstance(self._state, _Ahead):
             raise Misuse(
                 f"{what} came between backward and optimizer.step(), but with offload step 'backward' units have been "
                 "updated already, and others have not. Do it after optimizer.step(), or use "
@@ -127,10 +156,13 @@ class BackgroundUpdates(OffDeviceUpdates):
             )
 
     def restored(self, what: Half) -> None:
-        self._torn.discard(what)
+        if isinstance(self._state, _Torn):
+            self._state.unrestored.discard(what)
+            if not self._state.unrestored:
+                self._state = None
 
     def _require_whole(self, what: str) -> None:
-        if self._torn:
+        if isinstance(self._state, _Torn):
             raise Misuse(
                 f"{what} came after gradients that were forgotten, or a backward that raised, after units had been "
                 "updated with them, and optimizer.step() never came: the weights are those of half a step, or of one "
