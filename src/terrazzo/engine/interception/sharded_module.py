@@ -86,7 +86,7 @@ class ShardedModule(nn.Module):
         self._terrazzo.catch_up()
         if options.pop("keep_vars", False):
             return super().state_dict(**options, keep_vars=True)
-        self._terrazzo.require_step_taken("model.state_dict()", reads="weights")
+        self._terrazzo.requires.step_taken("model.state_dict()", reads="weights")
         if shows_all(self):
             return super().state_dict(**options)
         with on_every_rank(self._terrazzo, "model.state_dict()"):

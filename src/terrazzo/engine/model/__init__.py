@@ -18,6 +18,7 @@
     description       what a sharded model is, as text
     gradients         all gradients, between backwards and steps
     gathered_blocks   blocks inside which users have full weights
+    requirements      what calls require of weights and states, in one table
     drivers           what steps the model: put on it, and let go of
     weight_average    a moving average of master weights, this rank's part
     ema               the average as a training loop has it

@@ -42,7 +42,7 @@ class EMA:
         self._engine = engine = engine_of(model)
 
         def made() -> Average:
-            engine.require_step_taken("tz.EMA(model)", reads="weights")
+            engine.requires.step_taken("tz.EMA(model)", reads="weights")
             if engine.average is not None:
                 raise Misuse("This model has an average already: keep the tz.EMA that was made first.")
             if engine.rounds is not None:
@@ -73,7 +73,7 @@ class EMA:
         Raises:
             Misuse: inside `swapped`.
         """
-        self._engine.require_at_rest("ema.update()", reads="weights")
+        self._engine.requires.at_rest("ema.update()", reads="weights")
         self._engine.have_masters()
         self._average.update()
 
@@ -86,7 +86,7 @@ class EMA:
                 with the optimizer raises it, too.
             Misuse: inside itself. Inside, `optimizer.step()`, loading, and saving more than weights raise it, too.
         """
-        self._engine.require_at_rest("ema.swapped()", reads="weights")
+        self._engine.requires.at_rest("ema.swapped()", reads="weights")
         self._average.compare(self._engine.axes)
         self._swap()
         try:

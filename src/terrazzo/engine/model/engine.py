@@ -25,9 +25,9 @@ from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers
 from terrazzo.engine.model.gathered_blocks import GatheredBlocks, Write
 from terrazzo.engine.model.gradients import ModelGradients
+from terrazzo.engine.model.requirements import Requirements
 from terrazzo.engine.model.weight_average import Average
 from terrazzo.engine.offload.store import Store
-from terrazzo.engine.optim.segments.off_device_updates import Half
 from terrazzo.engine.pipeline.pipeline_schedule import PipelineSchedule
 from terrazzo.engine.pipeline.staged_step import StagedStep
 from terrazzo.engine.pipeline.stages import Stages
@@ -72,7 +72,7 @@ class Engine:
         staged_step: what runs these stages tells of a step; None for a whole model.
         drivers: one for each optimizer.
         process: that sharded the model.
-        average: of trained weights, where `tz.EMA` has begun one: checkpoints save it.
+        requires: what calls require of weights and states.
         gradients: all of them, between backwards and steps.
         promise: what steps will need and send.
         blocks: of `tz.gathered`.
@@ -92,7 +92,7 @@ class Engine:
     staged_step: StagedStep | None = field(default=None, init=False)
     drivers: Drivers = field(init=False)
     process: int = field(default_factory=os.getpid, init=False)
-    average: Average | None = field(default=None, init=False)
+    requires: Requirements = field(init=False)
     gradients: ModelGradients = field(init=False)
     promise: Promise = field(init=False)
     blocks: GatheredBlocks = field(init=False)
@@ -111,6 +111,7 @@ class Engine:
         if (diloco := self.sharding.diloco) is not None:
             trained = [buckets for unit in units if (buckets := list(unit.trainable()))]
             self.rounds = Rounds(diloco, trained, self.axes, self.tally)
+        self.requires = Requirements(drivers, self.rounds)
         self.blocks = GatheredBlocks(units, schedule, hooks, self.axes, self.rounds)
 
     @property
@@ -161,51 +162,21 @@ class Engine:
 
     def keep_average(self, average: Average) -> None:
         """Have an average of the trained weights from now on, in the bill too."""
-        self.average, self.promise = average, replace(self.promise, averages=True)
+        self.promise, self.requires = replace(self.promise, averages=True), replace(self.requires, average=average)
+
+    @property
+    def average(self) -> Average | None:
+        """The average of trained weights, where `tz.EMA` has begun one: checkpoints save it."""
+        return self.requires.average
 
     @property
     def averages(self) -> Mapping[Bucket, Buffer]:
         """Averages of each bucket's master weights; empty where there are none."""
         return {} if self.average is None else self.average.buffers
 
-    def require_own_weights(self, what: str) -> None:
-        """Refuse `what` where the averages are in the place of the weights.
-
-        Raises:
-            Misuse: there.
-        """
-        if self.average is not None and self.average.swapped:
-            raise Misuse(
-                f"{what} inside 'with ema.swapped():', where the model's weights are the average: call it outside."
-            )
-
-    def require_step_taken(self, what: str, reads: Half | None = None) -> None:
-        """Refuse `what` where units have been updated whose `optimizer.step()` is still to come.
-
-        Args:
-            reads: what it reads; refused where that step was given up, too, until it has been restored.
-
-        Raises:
-            Misuse: there.
-        """
-        for driver in self.drivers:
-            driver.off_device.require_step_taken(what, reads)
-
-    def require_at_rest(self, what: str, reads: Half | None = None) -> None:
-        """Refuse `what` where weights and states are not those after a step: averages, or half a step.
-
-        Args:
-            reads: as of `require_step_taken`.
-
-        Raises:
-            Misuse: there.
-        """
-        self.require_own_weights(what)
-        self.require_step_taken(what, reads)
-
     def before_step(self) -> None:
         """Gradients are about to be used, and master weights to be changed: take over what users have done to them."""
-        self.require_own_weights("optimizer.step()")
+        self.requires.own_weights("optimizer.step()")
         self.gradients.require_whole("optimizer.step()")
         self._take_over_edits()
         self.hooks.before_use()
@@ -296,7 +267,9 @@ class Engine:
     def gathered(self, write: Write) -> AbstractContextManager[dict[str, Tensor]]:
         """Full weights of the whole model; see `tz.gathered`."""
         if write:
-            self.require_step_taken(f"tz.gathered(model, {write=})")
+            self.requires.step_taken(f"tz.gathered(model, {write=})")
+        if write == "first rank":
+            self.requires.round_ended(f"tz.gathered(model, {write=}) came")
         return self.blocks.block(write, self.settle, self.publish)
 
     def close(self) -> None:

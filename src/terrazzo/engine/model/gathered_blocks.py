@@ -70,8 +70,6 @@ class GatheredBlocks:
             settle: brings every state to rest, before anything is gathered.
             publish: brings resting weights in line with master weights that have been written.
         """
-        if write == "first rank" and self._rounds is not None:
-            self._rounds.require_round_ended(f"tz.gathered(model, {write=}) came")
         outer = self._inside
         named = self._named()
         if outer is not None and (outer == "write" or not write) and all(unit.weights.present for unit in self._units):

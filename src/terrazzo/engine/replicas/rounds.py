@@ -113,7 +113,7 @@ class Rounds:
         if self._under_way is not None:
             self._under_way.exchange.finish()
 
-    def require_round_ended(self, what: str) -> None:
+    def require_ended(self, what: str) -> None:
         """Refuse `what` within a round, where each replica has weights of its own.
 
         Raises:

@@ -120,12 +120,11 @@ class ModelState:
                 replicas that train by themselves, whose weights differ.
         """
         engine = self._engine
-        if engine.rounds is not None:
-            engine.rounds.require_round_ended("Saving a checkpoint")
-        engine.require_step_taken("Saving", reads="weights")
+        engine.requires.round_ended("Saving a checkpoint")
+        engine.requires.step_taken("Saving", reads="weights")
         if with_optimizer:
-            engine.require_step_taken("Saving", reads="states")
-            engine.require_own_weights("Saving the optimizer's state")
+            engine.requires.step_taken("Saving", reads="states")
+            engine.requires.own_weights("Saving the optimizer's state")
             if engine.average is not None:
                 engine.average.compare(engine.axes)
         engine.settle()
@@ -166,9 +165,9 @@ class ModelState:
     def _fill(self, source: StateReader, with_optimizer: bool) -> None:
         """Set this rank's own ranges; weights at rest have to follow, on all ranks."""
         engine = self._engine
-        engine.require_own_weights("Loading a checkpoint")
+        engine.requires.own_weights("Loading a checkpoint")
         if not with_optimizer:
-            engine.require_step_taken("Loading weights")
+            engine.requires.step_taken("Loading weights")
         engine.settle()
         with torch.no_grad():
             for driver in engine.drivers:
@@ -208,9 +207,8 @@ class ModelState:
             Misuse: within a round of replicas that train by themselves, before anything is changed.
         """
         engine = self._engine
-        engine.require_at_rest("load_state_dict()")
-        if engine.rounds is not None:
-            engine.rounds.require_round_ended("load_state_dict() came")
+        engine.requires.at_rest("load_state_dict()")
+        engine.requires.round_ended("load_state_dict() came")
         named = [(b, slot, _name_in(state, slot.names)) for b in engine.buckets() for slot in b.slots]
         parameters = [(bucket, slot, name) for bucket, slot, name in named if name is not None]
         named_buffers = [(buffer, _name_in(state, buffer.names)) for buffer in buffers]

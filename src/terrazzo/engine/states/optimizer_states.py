@@ -78,7 +78,7 @@ class OptimizerStates:
             keep: what is to be in the place of a tensor, full and only here until the next one comes.
             begun: whether parameters have states before the first step: those that one on zero gradients would leave.
         """
-        self.engine.require_at_rest("optimizer.state_dict()", reads="states")
+        self.engine.requires.at_rest("optimizer.state_dict()", reads="states")
         shown: dict[str, States] = defaultdict(dict)
         for name, kind, value in self.whole(begun):
             shown[name][kind] = keep(value) if isinstance(value, Tensor) and value.dim() else value
@@ -198,7 +198,7 @@ class OptimizerStates:
                 changed.
             RanksApart: where ranks were given different states; nothing has been changed.
         """
-        self.engine.require_at_rest("optimizer.load_state_dict()")
+        self.engine.requires.at_rest("optimizer.load_state_dict()")
         by_name = {name: states.get(name, {}) for name in self._located}
         all_or_none(self.engine.axes, lambda: self._check_kinds(by_name))
         self._compare({name: sorted(kinds) for name, kinds in by_name.items()})

@@ -114,7 +114,7 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
         Name and full tensor, in the dtype that it is kept in: on the device, until the next one is asked for.
     """
     engine = engine_of(model)
-    engine.require_step_taken("Reading whole weights", reads="weights")
+    engine.requires.step_taken("Reading whole weights", reads="weights")
     slots = [(unit, bucket, slot) for unit in engine.units for bucket in unit.buckets for slot in bucket.slots]
     held = {slot.name: (unit, bucket, slot) for unit, bucket, slot in slots}
     everywhere = sorted(parameter_table(model), key=lambda each: (each.stage, each.position))
