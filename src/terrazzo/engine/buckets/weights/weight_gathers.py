@@ -30,7 +30,7 @@ from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, WeightWire
 
-__all__ = ["UpdateWay", "unpack", "update_way", "weight_gather"]
+__all__ = ["unpack", "update_way", "weight_gather"]
 
 
 def weight_gather(spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger) -> WeightGather:
