@@ -6,6 +6,7 @@ import itertools
 import random
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -172,7 +173,7 @@ def test_the_table_and_the_picture_of_unequal_stages_have_one_answer(pp: int, ch
 def test_a_step_ends_with_the_sums_and_the_update_of_the_rank_that_ends_last(strategy: str) -> None:
     """It is not the one that computes longest: the middle ones of four have a layer more than the first."""
     request = Request("llama3-8b", 32, gpu="h100-sxm", pp=4, micro_batches=4, strategy=strategy, sequence=4096)
-    step = PipelineStep(build_setup(request))
+    step = PipelineStep(replace(build_setup(request), framework=Framework(clip=False)))
     ends = [
         spans[-1].end_s
         + rank.exposure.exposed
@@ -182,6 +183,24 @@ def test_a_step_ends_with_the_sums_and_the_update_of_the_rank_that_ends_last(str
     ]
     assert max(step.ranks, key=lambda rank: rank.busy_s) is step.ranks[1] and ends.index(max(ends)) == 0
     assert sum(term.value for term in step.terms()) == pytest.approx(ends[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "fp16"}], ids=["clipped", "scaled"])
+def test_an_update_that_waits_for_all_ranks_is_the_longest_of_any(options: dict[str, Any]) -> None:
+    """The first of two ranks ends last and has least to update, half of its layers being frozen. A norm, or whether
+    there are infinite gradients, is of both.
+    """
+    frozen = {"freeze": "model.layers.[0-7].*", **options}
+    request = Request("llama3-8b", 8, "h100-sxm", "zero1@cpu", pp=2, micro_batches=4, sequence=4096, **frozen)
+    setup = replace(build_setup(request), framework=Framework(clip=not options))
+    step = PipelineStep(setup)
+    summed = [
+        spans[-1].end_s + rank.exposure.exposed + CONTENTION * rank.exposure.hidden
+        for spans, rank in zip(step.timeline.ranks, step.ranks, strict=True)
+    ]
+    updates = [sum(term.value for term in rank.update_terms) for rank in step.ranks]
+    assert summed[0] > summed[1] and updates[0] < updates[1]
+    assert sum(term.value for term in step.terms()) == pytest.approx(summed[0] + updates[1])
 
 
 def test_a_slow_stage_is_never_idle_between_its_first_and_its_last() -> None:

@@ -1,7 +1,7 @@
 """How long a step takes, and what bounds it.
 
 A step takes what the slowest rank along pp takes, the one that ends last: its computation, communication that nothing
-hides, what it waits for the other ranks, update.
+hides, what it waits for the other ranks, update; where that waits for all, the longest update of any rank.
 Each is a term in seconds, and the terms add up to the step. Read the modules in this order:
 
     rates          what a device reaches of its peaks
@@ -22,7 +22,7 @@ Each is a term in seconds, and the terms add up to the step. Read the modules in
 The matrix products of a micro-batch go through these functions:
 
     time_of                          one step                                                     step
-      PipelineStep.slowest           the rank along pp whose step ends last                       pipeline_step
+      PipelineStep.slowest           the rank along pp that ends last                             pipeline_step
         block_seconds                one block and one micro-batch                                compute
           block_products             FLOPs of forward and backward, with what shapes lose         products
           sustained_rate             FLOP/s that the device keeps up                              rates

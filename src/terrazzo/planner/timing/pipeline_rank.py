@@ -234,15 +234,17 @@ class PipelineRank:
         """Seconds in which the rank keeps a core busy in a step: it computes, hands on bytes or updates."""
         sent = sum(self._network.move_s(move) for move in self._messages if move.kind == "send")
         handed_on = self.exposure.total + self.setup.micro_batches * sent
-        return self.busy_s + handed_on + sum(term.value for term in self.update_terms)
+        return self.busy_s + handed_on + self.update_s
 
-    @cached_property
-    def behind_s(self) -> float:
-        """Seconds of a step beside its turns in the pipeline: communication that nothing hides or that is in
-        computation's way, and the optimizer's.
-        """
-        waits = self.exposure.exposed + CONTENTION * self.exposure.hidden
-        return waits + sum(term.value for term in self.update_terms)
+    @property
+    def summed_s(self) -> float:
+        """Seconds of communication beside its turns in the pipeline: what nothing hides, or is in computation's way."""
+        return self.exposure.exposed + CONTENTION * self.exposure.hidden
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of the optimizer's step."""
+        return sum(term.value for term in self.update_terms)
 
     # -- terms -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""All ranks along pp in one step: the terms of the one that ends last, and what it waits for the others."""
+"""All ranks along pp in one step: the terms of the one that ends last, and what it waits for the others.
+
+Where gradients are clipped by their norm, or checked for a loss scale, no rank begins its update before all have summed
+theirs: then the step ends with the longest update, whichever rank's it is.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +53,29 @@ class PipelineStep:
 
     @property
     def slowest(self) -> PipelineRank:
-        """The rank whose step ends last: with its last turn, what it sums then, and its update."""
+        """The rank that ends last: with its last turn, what it sums then, and where none waits for all, its update."""
         return self.ranks[self._slowest_at]
+
+    @property
+    def _update_terms(self) -> list[Term]:
+        """Of the update that ends last."""
+        if not self._updates_at_once:
+            return self.slowest.update_terms
+        return max(self.ranks, key=lambda rank: rank.update_s).update_terms
+
+    @property
+    def _updates_at_once(self) -> bool:
+        return self.setup.framework.clip or self.setup.precision.loss_scaling is not None
 
     @cached_property
     def _slowest_at(self) -> int:
         """Where it is along pp."""
         if len(self.ranks) == 1:
             return 0
-        step_ends = [end_s + rank.behind_s for end_s, rank in zip(self._ends(self._send_s), self.ranks, strict=True)]
-        return step_ends.index(max(step_ends))
+        ends = [end_s + rank.summed_s for end_s, rank in zip(self._ends(self._send_s), self.ranks, strict=True)]
+        if not self._updates_at_once:
+            ends = [end_s + rank.update_s for end_s, rank in zip(ends, self.ranks, strict=True)]
+        return ends.index(max(ends))
 
     def _ends(self, send_s: float) -> list[float]:
         """When each rank has ended its last turn."""
@@ -73,7 +90,7 @@ class PipelineStep:
         """The terms of the step; they add up to it, but for what ranks wait for cores that they share."""
         slowest = self.slowest
         waiting = self._waiting() if len(self.ranks) > 1 else []
-        return [term for term in (*slowest.pass_terms(), *waiting, *slowest.update_terms) if term.value]
+        return [term for term in (*slowest.pass_terms(), *waiting, *self._update_terms) if term.value]
 
     def _waiting(self) -> list[Term]:
         """What the slowest rank waits for the others until its last turn, and for messages on their way."""

@@ -1,7 +1,8 @@
 """How long one optimizer step takes, and what bounds it.
 
 The step is that of the rank along pp that ends last: what its blocks, and its head, need for all micro-batches, the
-communication that nothing hides, the pipeline's idle time, the optimizer, and copies to host and disk.
+communication that nothing hides, the pipeline's idle time, the optimizer, and copies to host and disk. An update that
+waits for all ranks, as clipping does, is the longest of any.
 """
 
 from __future__ import annotations
