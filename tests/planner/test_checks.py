@@ -284,6 +284,19 @@ def test_a_number_of_gpus_that_was_not_given_is_noted() -> None:
     assert "No number of GPUs" not in notes(gpus=8)
 
 
+def test_what_given_figures_leave_open_is_noted() -> None:
+    mine = {"gpu": "mine", "memory_bytes": 80e9, "memory_bandwidth": 2e12}
+
+    def notes(**options: Any) -> str:
+        return " ".join(plan("llama3-8b", 1, strategy="zero0", sequence=512, **options).notes)
+
+    power, format = "no limit of it is applied", "counts in every format"
+    assert power in notes(**mine, peak_flops=3e14) and power not in notes(**mine, peak_flops=3e14, watts=400)
+    assert power not in notes(**mine) + notes(gpu="h100")
+    assert format in notes(gpu="h100", peak_flops=3e14, precision="fp8")
+    assert format not in notes(gpu="h100", peak_flops=3e14) + notes(gpu="h100", precision="fp8")
+
+
 def test_a_setup_built_by_hand_is_checked_too() -> None:
     setup = setup_of()
     with pytest.raises(BadInput, match="= 16 ranks, but there are 8 GPUs"):
@@ -349,6 +362,8 @@ def test_memory_makes_an_unknown_device_usable_but_not_a_misspelt_one() -> None:
     assert (setup.cluster.device.name, setup.cluster.device.memory_bytes) == ("my accelerator", 64_000_000_000)
     with pytest.raises(BadInput, match="Did you mean"):
         setup_of(gpu="H100-SXM5-80GBs", memory_bytes=64e9)
+    with pytest.raises(BadInput, match=r"no GPU 'my accelerator', .* the memory is missing: .* first \(--memory-gb\)"):
+        setup_of(gpu="my accelerator", peak_flops=3e14)
 
 
 def test_where_gradients_end_and_what_is_not_counted_of_frozen_weights_is_said() -> None:

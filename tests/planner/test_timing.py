@@ -194,6 +194,15 @@ def test_no_time_without_the_figures(changes: dict[str, Any], reason: str) -> No
     assert isinstance(answer, str) and reason in answer
 
 
+def test_links_between_devices_are_named_where_they_would_do_instead_of_pcie() -> None:
+    """Ranks of a host exchange over either; copies to the host go over PCIe alone."""
+    unknown = Device("mine", memory_bytes=2**36, peak_flops={"bf16": 1e14}, memory_bandwidth=1e12)
+    for strategy, named in (("zero3", True), ("zero3@cpu", False)):
+        found = time_of(setup(strategy, Mesh(dp_shard=8), cluster=Cluster(unknown, 8)))
+        assert isinstance(found, str) and "--pcie-gb-s" in found
+        assert ("nor of links between devices" in found and "--scaleup-gb-s" in found) is named
+
+
 def test_all_figures_that_time_needs_are_named_at_once_with_their_options() -> None:
     answer = time_of(setup(cluster=Cluster(Device("mine", memory_bytes=2**36), 16), mesh=Mesh(dp_shard=16)))
     assert isinstance(answer, str)

@@ -107,7 +107,7 @@ class PlanArguments:
     per_node: int | None = _machines("--per-node N", "GPUs of one host", "per_node", beside=CONFIG | PARAMS)
     peak_tflops: float | None = _machines(
         "--peak-tflops TFLOP/S",
-        "dense peak of one GPU, in the format of products",
+        "dense peak of one GPU, which counts in every format",
         "peak_flops",
         beside=CONFIG,
         unit=TERA,

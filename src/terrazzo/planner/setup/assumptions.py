@@ -25,6 +25,17 @@ def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
             f"{setup.cluster.device.name} has no bf16 units, which came with Ampere: fp16 is chosen, with a loss "
             "scale; fp32 needs none (--precision)."
         )
+    device = setup.cluster.device
+    if device.kind == "cuda" and device.watts is None and device.peak_flops and setup.model.layers:
+        notes.append(
+            f"How much power {device.name} may draw is not known, so that no limit of it is applied: rates are of "
+            "clocks that do not fall under load (--watts)."
+        )
+    if request.peak_flops is not None and setup.matmul in ("fp8", "fp4"):
+        notes.append(
+            "The peak that was given (--peak-tflops) counts in every format: attention and the head, which "
+            f"{setup.matmul} leaves in 16 bits, are taken to be as fast as its products."
+        )
     if request.attention is None and setup.attention == "math":
         notes.append(
             f"{setup.model.name} caps its attention scores, which torch's fused kernels cannot: eager attention is "

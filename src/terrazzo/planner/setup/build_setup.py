@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
-from terrazzo.messages import counted, did_you_mean
+from terrazzo.messages import ALL, counted, did_you_mean
 from terrazzo.parallel import Mode
 from terrazzo.planner.machine import devices as hardware
 from terrazzo.planner.machine.devices import Cluster, Device
@@ -50,9 +50,12 @@ MOST_TRIED = 1024
 
 
 LEAST_CAP = 0.25
-"""Share of a device's watts below which none can be capped: an A100 may be to 100 of 400 W, an H100 to 200 of 700."""
+"""Share of a device's watts below which none can be capped: nvidia-smi allows 100 to 400 W of an A100
+(NVIDIA/nvidia-docker#1648) and 200 to 700 of an H100 (stackhpc/ansible-slurm-appliance#975)."""
 
 BANDWIDTHS = ("memory_bandwidth", "scaleup_bandwidth", "internode_bandwidth", "pcie_bandwidth")
+FIGURES = ("memory_bytes", "peak_flops", "watts", *BANDWIDTHS)
+"""What describes a device that the table has not."""
 
 
 def build_setup(request: Request) -> Setup:
@@ -200,7 +203,7 @@ def _device(request: Request, count: int) -> Device:
     each; a `Device` is as a rank sees it.
     """
     name = GPU if request.gpu is None else request.gpu
-    device = name if isinstance(name, Device) else _named_device(name, request.memory_bytes)
+    device = name if isinstance(name, Device) else _named_device(name, request)
     if request.memory_bytes is not None:
         device = replace(device, memory_bytes=int(request.memory_bytes))
     if request.reserve_bytes is not None:
@@ -239,7 +242,7 @@ def _without_reserve(device: Device, reserve_bytes: float) -> int:
     return int(device.memory_bytes - reserve_bytes)
 
 
-def _named_device(name: str, memory_bytes: float | None) -> Device:
+def _named_device(name: str, request: Request) -> Device:
     """The device of that name in the table.
 
     `cpu` is this machine's CPUs, `here` its GPUs if it has any. With its memory given it may be any.
@@ -252,8 +255,14 @@ def _named_device(name: str, memory_bytes: float | None) -> Device:
     try:
         return hardware.device(name)
     except BadInput:
-        if memory_bytes is None or near:
+        figures = [figure for figure in FIGURES if getattr(request, figure) is not None]
+        if near or not figures:
             raise
+        if request.memory_bytes is None:
+            raise BadInput(
+                f"The table has no GPU {name!r}, and of the figures that stand for it the memory is missing: give that "
+                f"first (--memory-gb), or a name of the table, which {ALL!r} in its place lists."
+            ) from None
         return Device(name)
 
 

@@ -96,9 +96,14 @@ def _unknown_links(setup: Setup, traffic: TrafficFigures, measured: bool = False
         Link.PCIE: device.pcie_bandwidth,
         Link.DISK: setup.cluster.disk_bandwidth,
     }
-    crossed = copied_bytes(setup, traffic) if measured else traffic.links
+    copied = copied_bytes(setup, traffic)
+    crossed = copied if measured else traffic.links
+    either = Link.PCIE not in copied and device.scaleup_bandwidth is None  # for what ranks of a host exchange
+    instead = ", nor of links between devices of a host, which would do instead (--scaleup-gb-s)"
     return "; ".join(
-        f"the bandwidth of {device.name} {_LINKS[link]} is not known" for link in crossed if known[link] is None
+        f"the bandwidth of {device.name} {_LINKS[link]} is not known" + instead * (either and link is Link.PCIE)
+        for link in crossed
+        if known[link] is None
     )
 
 
