@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import ModelState
+from terrazzo.engine.buckets.parameters.at_rest import AtRest
 from tests.engine.toys import Net, adamw, assert_equal, batch, full_parameters, loss_of, on_ranks, sharded, train
 from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
@@ -31,6 +32,37 @@ def model() -> Any:
 @pytest.fixture
 def weight(model: Any) -> nn.Parameter:
     return model.get_parameter(NAME)
+
+
+# -- when it is at rest ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "here"),
+    [  # as sharded, in its unit's forward, before backward, in its unit's backward, after the step, gathered
+        ("zero3", [False, True, False, True, False, True]),
+        ("shard_grad_op", [False, True, True, True, False, True]),
+        ("zero1", [True] * 6),
+        ("zero1@cpu", [True, True, True, True, False, True]),
+    ],
+)
+def test_what_a_parameter_is_at_each_moment(plan: str, here: list[bool]) -> None:
+    def moments(rank: int) -> list[bool]:
+        model, optimizer = sharded(Net(), plan)
+        weight = model.get_parameter(NAME)
+        found = [type(weight) is not AtRest]
+        model.get_submodule("blocks.1.up").register_forward_hook(lambda *_: found.append(type(weight) is not AtRest))
+        loss = loss_of(model, batch(0, rank))
+        found.append(type(weight) is not AtRest)
+        weight.register_hook(lambda _: found.append(type(weight) is not AtRest))
+        loss.backward()
+        optimizer.step()
+        found.append(type(weight) is not AtRest)
+        with tz.gathered(model) as parameters:
+            assert parameters[NAME] is weight is model.get_parameter(NAME)
+            return [*found, type(weight) is not AtRest]
+
+    assert on_ranks(2, moments) == [here, here]
 
 
 # -- what may be asked -----------------------------------------------------------------------------------------

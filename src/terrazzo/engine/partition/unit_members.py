@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -91,11 +91,12 @@ class Member:
         return self.record.boxes if cut and self.record is not None else ()
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class UnitSpec:
     """A unit before anything is allocated: its module's name, the module, and the parameters that it owns.
 
     Attributes:
+        members: those that this rank has.
         drawn: parameters of other ranks that have no values yet: they are drawn here too, in their turn.
         forward_only: whether no gradient is expected to go back through it: in the order of registration nothing is
             trained in it, nor in front of it, on any rank.
@@ -103,14 +104,9 @@ class UnitSpec:
 
     name: str
     module: nn.Module
-    members: list[Member]
-    drawn: list[Member] = field(default_factory=list)
-    forward_only: bool = False
-
-    def set_aside(self, elsewhere: Mapping[nn.Parameter, bool]) -> None:
-        """Keep what this rank has; `elsewhere` are the others, and whether each has no values yet."""
-        self.drawn = [member for member in self.members if elsewhere.get(member.parameter)]
-        self.members = [member for member in self.members if member.parameter not in elsewhere]
+    members: Sequence[Member]
+    drawn: Sequence[Member]
+    forward_only: bool
 
 
 def partition(model: nn.Module, unit_names: Sequence[str]) -> list[UnitSpec]:
@@ -120,24 +116,31 @@ def partition(model: nn.Module, unit_names: Sequence[str]) -> list[UnitSpec]:
     parameters are dropped, but not those whose parameters other ranks have.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    specs = {name: UnitSpec(name, modules[name], []) for name in ["", *unit_names]}
-    with absent_in_place(model) as elsewhere:
+    owned: dict[str, list[Member]] = {name: [] for name in ["", *unit_names]}
+    with absent_in_place(model) as elsewhere:  # the parameters of other ranks, and whether each has no values yet
         for member in _members(model, modules):
-            specs[_owner([name.rpartition(".")[0] for name in member.names], specs)].members.append(member)
-    partitioned = [spec for spec in specs.values() if spec.members]
-    _tell_forward_only(partitioned)
-    for spec in partitioned:
-        spec.set_aside(elsewhere)
-    return partitioned
+            owned[_owner([name.rpartition(".")[0] for name in member.names], owned)].append(member)
+    forward_only = _forward_only(owned)
+    return [
+        UnitSpec(
+            name,
+            modules[name],
+            members=[member for member in members if member.parameter not in elsewhere],
+            drawn=[member for member in members if elsewhere.get(member.parameter)],
+            forward_only=name in forward_only,
+        )
+        for name, members in owned.items()
+        if members
+    ]
 
 
-def _tell_forward_only(specs: Sequence[UnitSpec]) -> None:
-    members = [member for spec in specs for member in spec.members]
-    first = min((member.position for member in members if member.trainable), default=len(members))
-    trained = [spec.name.split(".") for spec in specs if any(member.trainable for member in spec.members)]
+def _forward_only(owned: Mapping[str, Sequence[Member]]) -> set[str]:
+    """Names of the units of which `UnitSpec.forward_only` is so, from the members that each owns on any rank."""
+    every = [member for members in owned.values() for member in members]
+    first = min((member.position for member in every if member.trainable), default=len(every))
+    trained = [name.split(".") for name, members in owned.items() if any(member.trainable for member in members)]
     around = {".".join(parts[:depth]) for parts in trained for depth in range(len(parts) + 1)}
-    for spec in specs:
-        spec.forward_only = spec.name not in around and all(member.position < first for member in spec.members)
+    return {name for name, members in owned.items() if name not in around and all(m.position < first for m in members)}
 
 
 def _members(model: nn.Module, modules: dict[str, nn.Module]) -> list[Member]:

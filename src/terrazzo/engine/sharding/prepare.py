@@ -291,7 +291,7 @@ class _GroupKey(NamedTuple):
 
 
 def _bucket_groups(
-    members: list[Member], owners: Sequence[int], packed: Container[int], precision: Precision
+    members: Sequence[Member], owners: Sequence[int], packed: Container[int], precision: Precision
 ) -> list[list[Member]]:
     """Groups of members that can share a flat space, in the order of their `_GroupKey`; inside of each the members are
     in the order of their param groups.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.optim.stock.settings import frozen
 from terrazzo.engine.optim.stock.stepper import Stepper, is_torchs
-from terrazzo.engine.optim.stock.template import MatrixNeeds, Template, has_values
+from terrazzo.engine.optim.stock.template import MatrixNeeds, Template, has_values, specs_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.optim import is_matrix_group
 
@@ -86,16 +86,14 @@ class OptimizerProbe:
         which is not on the mesh's device yet: a fused kernel reads `step` there, so its place is that of a step.
         """
         zeros, states = self._stepped_zeros()
-        template = stepped = Template.of(states, torch.Size([self.numel]))
+        specs = stepped = specs_of(states, torch.Size([self.numel]))
         if self._stateful is not None:
-            known = Template.of(self._state, self._stateful.shape)
-            template = Template(
-                {key: replace(spec, device=stepped.get(key, spec).device) for key, spec in known.items()}
-            )
+            known = specs_of(self._state, self._stateful.shape)
+            specs = {key: replace(spec, device=stepped.get(key, spec).device) for key, spec in known.items()}
+        matrices = None
         if is_matrix_group(self.optimizer, self.group):
-            template.matrices = MatrixNeeds(self.optimizer.wire, self.optimizer.workspace_bytes)
-        template.moves_zeros = bool(zeros.any())
-        return template
+            matrices = MatrixNeeds(self.optimizer.wire, self.optimizer.workspace_bytes)
+        return Template(specs, matrices, moves_zeros=bool(zeros.any()))
 
 
 def _with_state(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Tensor | None, Mapping[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.plan.precision import Precision
 
-__all__ = ["MatrixNeeds", "Template", "Templates", "drop_meta_states", "has_values", "matrix_needs"]
+__all__ = ["MatrixNeeds", "Template", "Templates", "drop_meta_states", "has_values", "matrix_needs", "specs_of"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,16 @@ class MatrixNeeds:
         return numel * (precision.master.itemsize + self.wire.itemsize + lent)
 
 
+def specs_of(state: Mapping[str, Any], shape: torch.Size) -> dict[str, StateSpec]:
+    """The specs of the `state` that an optimizer has for a tensor of `shape`, by its own keys."""
+    return {
+        key: StateSpec(value.shape == shape, tuple(value.shape), value.dtype, value.device)
+        if isinstance(value, Tensor)
+        else StateSpec(per_element=False, kind=type(value))
+        for key, value in state.items()
+    }
+
+
 class Template(dict[str, StateSpec]):
     """The states that an optimizer keeps for a parameter of one param group, by its own keys.
 
@@ -71,8 +81,11 @@ class Template(dict[str, StateSpec]):
         moves_zeros: whether an element of 0 whose gradient is 0, such as padding, is another number after a step.
     """
 
-    matrices: MatrixNeeds | None = None
-    moves_zeros: bool = False
+    def __init__(
+        self, specs: Mapping[str, StateSpec], matrices: MatrixNeeds | None = None, moves_zeros: bool = False
+    ) -> None:
+        super().__init__(specs)
+        self.matrices, self.moves_zeros = matrices, moves_zeros
 
     @property
     def per_element(self) -> list[str]:
@@ -97,18 +110,6 @@ class Template(dict[str, StateSpec]):
         if (spec := self.get(key)) is not None:
             return spec.per_element
         return isinstance(value, Tensor) and value.shape == shape
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any], shape: torch.Size) -> Self:
-        """The template of the `state` that an optimizer has for a tensor of `shape`."""
-        return cls(
-            {
-                key: StateSpec(value.shape == shape, tuple(value.shape), value.dtype, value.device)
-                if isinstance(value, Tensor)
-                else StateSpec(per_element=False, kind=type(value))
-                for key, value in state.items()
-            }
-        )
 
 
 Templates = Sequence[Template]
