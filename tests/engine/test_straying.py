@@ -497,6 +497,22 @@ def test_uneven_micro_batches_are_named_where_messages_carry_no_labels(two_proce
         assert "gradient of" in told and "backward 2" in told and "accumulate" in told
 
 
+def test_ranks_that_meet_at_the_ends_of_other_passes_are_named() -> None:
+    """Between a forward and its backward nothing is gathered here, so that only their ends are met at."""
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(nn.Sequential(nn.Linear(5, 5)), None, "shard_grad_op", units=[])
+        out = model(torch.ones(2, 5))
+        if rank == 1:
+            model(torch.ones(2, 5))
+        out.sum().backward()
+
+    with pytest.raises(
+        tz.RanksApart, match=r"same: ranks 0, 2 at the end of backward 1; rank 1 at the end of forward 2\."
+    ):
+        on_ranks(3, body)
+
+
 class Choosy(Routed):
     """Raises at the end of a forward, when it is told to."""
 
@@ -561,6 +577,27 @@ def test_a_rank_that_does_not_come_at_all_is_told_of_with_where_the_others_wait(
         assert kind == "TimedOut" and "longer timeout" in said, said
         assert f"Waiting: ranks 0, 2 at {place}" in said and said.endswith("of rank 1 nothing is known."), said
         assert seconds < 2 * SKIPPING_TIMEOUT_S
+
+
+def saving_alone() -> str:
+    """What the first rank is told whose state dict the second one does not ask for; run by each process."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model, _ = tz.shard(Routed(), None, "zero3", mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",)))
+    if dist.get_rank() == 1:
+        default_store().wait(["told"])
+        return ""
+    with pytest.raises(tz.TimedOut) as told:
+        model.state_dict()
+    default_store().set("told", "")
+    return str(told.value)
+
+
+@pytest.mark.processes
+def test_a_state_dict_that_one_rank_alone_asks_for_is_named_where_time_ends_it() -> None:
+    with Pool(2) as pool:
+        said, _ = pool.run(saving_alone, timeout_s=60.0)
+    assert said.startswith("model.state_dict() is of all ranks: call it on every rank")
+    assert said.endswith("Waiting: rank 0 at model.state_dict(); of rank 1 nothing is known.")
 
 
 # -- the program ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from terrazzo.engine.comm.collectives import Collectives, MessageRoute
 from terrazzo.engine.comm.sums import add_in_order
 from terrazzo.engine.comm.transfer import Handle, Moves
 from terrazzo.engine.instrumentation.label import moving
-from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from tests.helpers import meetings, turns
 
 __all__ = ["ThreadedCollectives"]
@@ -30,8 +30,8 @@ _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDi
 class ThreadedCollectives(Collectives):
     """Blocking, and summed in rank order."""
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
-        super().__init__(group, traffic, ledger, axis)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._store = dist.distributed_c10d._get_default_store()
 
     def _compare_labels(self) -> None:

@@ -270,7 +270,7 @@ def test_what_gloo_receives(ranks: int, per_node: int) -> None:
     near, many = min(ranks, per_node), ranks - per_node > MANY_FAR
     width = 1 if many and ranks % per_node else near
     rows = [list(range(first, first + width)) for first in range(0, ranks, width)]
-    collectives._columns = Columns(0, rows) if many else None
+    collectives._columns = Columns(0, rows, []) if many else None
     collectives._near = dict.fromkeys(range(1, width))
     collectives._far = list(range(width, ranks))
     host = Device("host", kind="cpu", per_node=per_node)

@@ -95,7 +95,7 @@ def both_ways(machines: Sequence[int]) -> list[tuple[Columns, int, int]]:
 
     def body(rank: int, group: Any, all_gather: Any) -> tuple[Columns, int, int]:
         near = find_neighbours(rank, all_gather, ("gather", "reduce"), 60.0)
-        table = columns_of(rank, count, near, all_gather)
+        table = columns_of(rank, [f"rank {each}" for each in range(count)], near, all_gather)
         assert table is not None
         near = near if table.width > 1 else {}
         counting: Any = Counting(group)
@@ -142,7 +142,9 @@ def test_machines_of_different_sizes_exchange_in_rounds() -> None:
 
 
 def test_few_far_ranks_need_no_columns() -> None:
-    assert columns_of(0, 33, [], lambda own: torch.stack([own, *(torch.tensor([n, 1]) for n in range(32))])) is None
+    assert (
+        columns_of(0, [""] * 33, [], lambda own: torch.stack([own, *(torch.tensor([n, 1]) for n in range(32))])) is None
+    )
 
 
 def through_columns(width: int) -> tuple[int, int]:

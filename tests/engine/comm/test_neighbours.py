@@ -23,7 +23,7 @@ from terrazzo.engine.comm.host.neighbours import Memory, find_neighbours
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
-from terrazzo.errors import ConnectionLost
+from terrazzo.errors import ConnectionLost, RanksApart
 from tests.engine.comm.test_collectives import (
     check_all_gather,
     check_all_reduce,
@@ -133,7 +133,7 @@ def meet(sizes: tuple[int, int]) -> str:
         try:
             Transfer(along.all_gather(torch.zeros(2 * sizes[dist.get_rank()]))).finish()
             endings.append("done")
-        except ConnectionError as error:
+        except (RanksApart, ConnectionLost) as error:
             endings.append(str(error))
     return " | ".join(endings)
 

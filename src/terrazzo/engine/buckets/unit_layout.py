@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from terrazzo.engine.instrumentation.label import title_of
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.runtime.compiled import compilation_of, has_fixed_addresses
 
-__all__ = ["UnitLayout"]
+__all__ = ["UnitLayout", "weights_are_split"]
 
 
 class UnitLayout:
@@ -79,3 +79,8 @@ class UnitLayout:
     def trainable(self) -> Iterator[BucketLayout]:
         """Yield the buckets of parameters that are trained."""
         return (bucket for bucket in self.buckets if bucket.spec.trainable)
+
+
+def weights_are_split(units: Iterable[UnitLayout]) -> bool:
+    """Whether weights at rest are, so that a rank can need those of another in the middle of a pass."""
+    return any(bucket.spec.weight_axes for unit in units for bucket in unit.buckets)

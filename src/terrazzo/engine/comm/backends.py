@@ -39,9 +39,7 @@ def collectives_for(
             f"this version knows {', '.join(BY_BACKEND)}. Initialise it with "
             'init_process_group("cpu:gloo,cuda:nccl").'
         )
-    collectives = BY_BACKEND[backend](group, traffic, ledger, axis)
-    collectives.host_group = _for_host(group)
-    return collectives
+    return BY_BACKEND[backend](group, traffic, ledger, axis, _for_host(group))
 
 
 def _for_host(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -48,25 +48,40 @@ class MessageRoute(NamedTuple):
         return "control" if self.kind == "control" else "send"
 
 
+class _Line(NamedTuple):
+    """What carries a message: a process group, and a tag there; `queued`: a stream waits for it, and not the host."""
+
+    group: dist.ProcessGroup
+    tag: int
+    queued: bool
+
+
 class Collectives(ABC):
     """Collectives along one mesh axis. Tensors are 1-D, contiguous, and divide evenly over the axis's ranks.
 
     Args:
         axis: by which waits are counted; empty where there are no others.
+        host_group: of the same ranks, for what is in the host's memory; `group`, where that can, and by default.
 
     Attributes:
-        host_group: of the same ranks, for what is in the host's memory: `group`, where that can.
         says_labels: whether messages carry the label of what they move; else ranks compare checksums of these.
     """
 
     says_labels = True
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
-        self._group, self.traffic, self.ledger = group, traffic, ledger
-        self.host_group = group
-        self.axis = axis
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+        ledger: Ledger,
+        axis: str = "",
+        host_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group, self._host_group = group, group if host_group is None else host_group
+        self.traffic, self.ledger, self.axis = traffic, ledger, axis
         self.size, self.rank = group.size(), group.rank()
         self.trail, self.checksum = _new_trail(), 0
+        self._routes: dict[tuple[str, bool], dist.ProcessGroup] = {}  # of messages, where their group has no tags
         self._process = os.getpid()
         leaves_to_parent(self)
 
@@ -88,13 +103,13 @@ class Collectives(ABC):
 
     def leave_to_parent(self) -> None:
         """Keep the group, in a forked child: gloo's destructor would wait for threads that are not here."""
-        for group in (self._group, self.host_group, dist.group.WORLD):
+        for group in (self._group, self._host_group, dist.group.WORLD):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def _group_for(self, values: Tensor) -> dist.ProcessGroup:
         """The process group that carries `values`."""
         group = self.group
-        return group if values.is_cuda else self.host_group
+        return group if values.is_cuda else self._host_group
 
     def all_gather(self, full: Tensor, kind: str = "all_gather") -> Moves[Tensor]:
         """Fill `full` from every rank's own chunk of it, in place.
@@ -198,13 +213,19 @@ class Collectives(ABC):
             tag: what the rank asks for it by; no two messages under way between two ranks have the same.
         """
         self.traffic.record(route.counts_as, values.nbytes, axis=self.axis)
-        work = dist.isend(_carried(values), group=self._group_for(values), group_dst=route.to, tag=tag)
-        return Handle([work], (values,), self.traffic.times_of(self.axis, route.counts_as))
+        line = self._line_for(values, route, tag)
+        work = dist.isend(_carried(values), group=line.group, group_dst=route.to, tag=line.tag)
+        return Handle([work], (values,), self.traffic.times_of(self.axis, route.counts_as), line.queued)
 
     def receive(self, into: Tensor, route: MessageRoute, tag: int) -> Handle:
         """Start receiving contiguous `into` on a route to this rank."""
-        work = dist.irecv(_carried(into), group=self._group_for(into), group_src=route.source, tag=tag)
-        return Handle([work], (into,), self.traffic.times_of(self.axis, route.counts_as))
+        line = self._line_for(into, route, tag)
+        work = dist.irecv(_carried(into), group=line.group, group_src=route.source, tag=line.tag)
+        return Handle([work], (into,), self.traffic.times_of(self.axis, route.counts_as), line.queued)
+
+    def _line_for(self, values: Tensor, route: MessageRoute, tag: int) -> _Line:
+        """What carries a message of these values on a route."""
+        return _Line(self._group_for(values), tag, queued=False)
 
     @abstractmethod
     def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
@@ -248,10 +269,6 @@ class NativeCollectives(Collectives):
     all_reduce_steps = 1
     says_labels = False
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
-        super().__init__(group, traffic, ledger, axis)
-        self._routes: dict[tuple[str, bool], dist.ProcessGroup] = {}
-
     def open_routes(self, routes: Sequence[MessageRoute], device: torch.device) -> None:
         """NCCL knows no tags: of two ranks, each runs what it sends and receives in its own order, and waits for the
         other. So each route has a communicator to itself. They connect one after the other, while nobody needs them.
@@ -266,20 +283,10 @@ class NativeCollectives(Collectives):
                 act = self.send if self.rank == route.source else self.receive
                 act(torch.zeros(1, device=device), route, 0).wait()
 
-    def send(self, values: Tensor, route: MessageRoute, tag: int) -> Handle:
-        if (group := self._group_of(values, route)) is None:
-            return super().send(values, route, tag)
-        self.traffic.record("send", values.nbytes, axis=self.axis)
-        return self._queued("send", dist.isend(_carried(values), group=group, group_dst=route.to), values)
-
-    def receive(self, into: Tensor, route: MessageRoute, tag: int) -> Handle:
-        if (group := self._group_of(into, route)) is None:
-            return super().receive(into, route, tag)
-        return self._queued("send", dist.irecv(_carried(into), group=group, group_src=route.source), into)
-
-    def _group_of(self, values: Tensor, route: MessageRoute) -> dist.ProcessGroup | None:
-        """The group of the route that carries `values`; None for host memory, which gloo carries by tags."""
-        return self._routes[route.kind, route.to > route.source] if values.is_cuda else None
+    def _line_for(self, values: Tensor, route: MessageRoute, tag: int) -> _Line:
+        if not values.is_cuda:
+            return super()._line_for(values, route, tag)
+        return _Line(self._routes[route.kind, route.to > route.source], 0, queued=True)
 
     def gather_rows(self, values: Tensor) -> Tensor:
         self._leave_trail()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
-from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label
+from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label, places_text
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.private_torch import default_store
 from terrazzo.engine.runtime.process_groups import timeout_s_of
@@ -58,12 +58,9 @@ def explained(
 
 def _of_time(error: BaseException, places: Mapping[int, str], ranks: Sequence[int]) -> TimedOut | RanksApart:
     """The error of ranks whose time is over, of which some have said at which places."""
-    at: dict[str, list[int]] = {}
-    for rank in sorted(places):
-        at.setdefault(places[rank], []).append(rank)
     silent = [rank for rank in ranks if rank not in places]
-    where = "; ".join(f"{of_ranks(there)} at {place}" for place, there in at.items())
-    if len(at) > 1 and not silent:
+    where = places_text(places)
+    if not silent and len({*places.values()}) > 1:
         return RanksApart(
             "The ranks have not run the same, and have waited for each other until the time of their process group "
             f"was over: {where}. {RUN_THE_SAME}"

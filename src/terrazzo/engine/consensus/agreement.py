@@ -42,16 +42,17 @@ class _ActivationRanks(Protocol):
 
 
 class Agreement:
-    """The agreement of one model's ranks; each method is collective, and blocks."""
+    """The agreement of one model's ranks; each method is collective, and blocks.
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, axes: Axes, progress: Progress) -> None:
+    What its modules exchange of activations is compared, too.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], schedule: Schedule, axes: Axes, progress: Progress
+    ) -> None:
         self._units, self._schedule, self._axes, self._progress = units, schedule, axes, progress
-        self._activations: list[_ActivationRanks] = []
-
-    def find(self, model: nn.Module) -> None:
-        """Find what modules of `model` exchange activations through, to compare that too."""
         shared = (*SHARES_MATRICES.all_in(model), *SHARES_SEQUENCES.all_in(model))
-        self._activations = [*dict.fromkeys(shared)]
+        self._activations: Sequence[_ActivationRanks] = [*dict.fromkeys(shared)]
 
     def agree_on_order(self) -> None:
         """Compare what the ranks ran, and make it the program; see `Order`."""

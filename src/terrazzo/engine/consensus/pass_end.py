@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 
-from terrazzo.engine.buckets.unit_layout import UnitLayout
-from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label, moving
+from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label, moving, places_text
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
 
-__all__ = ["MEETING_NUMEL", "meet", "weights_are_split"]
+__all__ = ["MEETING_NUMEL", "meet"]
 
 MEETING_NUMEL = 4
 """int64 elements that each meeting exchanges over every axis, besides its numbers."""
-
-
-def weights_are_split(units: Iterable[UnitLayout]) -> bool:
-    """Whether weights at rest are, so that a rank can need those of another in the middle of a pass."""
-    return any(bucket.spec.weight_axes for unit in units for bucket in unit.buckets)
 
 
 def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -> list[int]:
@@ -40,8 +35,8 @@ def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -
         highest, lowest, largest, smallest, *top = axes.maximum(values, axes.within_stage).tolist()
     finally:
         moving.reset(before)
-    label.check(highest, "another rank")
-    label.check(~lowest, "another rank")
+    if highest != ~lowest:
+        _name_places(axes, label)
     if largest != ~smallest:
         _name_difference(axes, progress, label)
     return [int(number) for number in top]
@@ -111,8 +106,19 @@ def _checksum(axes: Axes, progress: Progress) -> int:
     return checksum
 
 
-def _name_difference(axes: Axes, progress: Progress, label: Label) -> None:
-    """Raise an error that names what differs between ranks, whose checksums do.
+def _name_places(axes: Axes, label: Label) -> NoReturn:
+    """Raise an error that names where each rank is, which are not all at `label`. Collective.
+
+    Raises:
+        RanksApart: there.
+    """
+    rows = axes.rows(torch.tensor([dist.get_rank(), label.code], device=HOST), axes.within_stage).tolist()
+    where = places_text({rank: str(label.of_code(code)) for rank, code in rows})
+    raise RanksApart(f"The ranks have not run the same: {where}. {RUN_THE_SAME}")
+
+
+def _name_difference(axes: Axes, progress: Progress, label: Label) -> NoReturn:
+    """Raise an error that names what differs between ranks, whose checksums do. Collective.
 
     Raises:
         RanksApart: naming the first of `_ALIKE` that does, or the first exchange.
@@ -126,6 +132,7 @@ def _name_difference(axes: Axes, progress: Progress, label: Label) -> None:
         raise RanksApart(f"The ranks have not run the same: before {label}, {found}")
     for along in axes.of_states:
         trail = [*along.trail]
-        for theirs in axes.rows(torch.tensor(trail, device=HOST), axes.within_stage).tolist():
-            label.check_trail(trail, theirs, "another rank")
+        numbers = torch.tensor([dist.get_rank(), *trail], device=HOST)
+        for rank, *theirs in axes.rows(numbers, axes.within_stage).tolist():
+            label.check_trail(trail, theirs, f"rank {rank}")
     raise RanksApart(f"The ranks have not run the same some time before {label}. {RUN_THE_SAME}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import nn
@@ -33,15 +34,15 @@ class _ExpertRanks(Protocol):
 
 
 class RowExchanges:
-    """The exchanges of rows of one model; most have none."""
+    """The exchanges of rows of one model; most have none.
 
-    def __init__(self, schedule: Schedule) -> None:
+    Args:
+        units: names of all of the model's, which its modules that exchange rows are told.
+    """
+
+    def __init__(self, model: nn.Module, schedule: Schedule, units: tuple[str, ...]) -> None:
         self._schedule = schedule
-        self._among: list[_ExpertRanks] = []
-
-    def find(self, model: nn.Module, units: tuple[str, ...]) -> None:
-        """Find the modules of `model` that exchange rows, and tell them the names of its units."""
-        self._among = [*SHARES_EXPERTS.all_in(model)]
+        self._among: Sequence[_ExpertRanks] = [*SHARES_EXPERTS.all_in(model)]
         for ranks in self._among:
             ranks.join(units)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from terrazzo.engine.buckets.unit_layout import UnitLayout
+from terrazzo.engine.buckets.unit_layout import UnitLayout, weights_are_split
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.consensus.agreement import flags_numel
-from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, weights_are_split
+from terrazzo.engine.consensus.pass_end import MEETING_NUMEL
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
 from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.instrumentation.tally import Tally

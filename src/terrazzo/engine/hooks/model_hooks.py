@@ -27,13 +27,13 @@ class ModelHooks:
         units: in registration order, root first.
     """
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, sharding: ShardingSpec, progress: Progress) -> None:
-        self._names, self._exchanges = units[0].names, RowExchanges(schedule)
-        self._agreement = Agreement(units, schedule, sharding.axes, progress)
-        self._backward = BackwardHooks(
-            units, schedule, sharding, progress.denominator, self._exchanges, self._agreement
-        )
-        self._forward = ForwardHooks(units, schedule, sharding, progress.denominator, self._exchanges, self._backward)
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], schedule: Schedule, sharding: ShardingSpec, progress: Progress
+    ) -> None:
+        exchanges = RowExchanges(model, schedule, units[0].names)
+        agreement = Agreement(model, units, schedule, sharding.axes, progress)
+        self._backward = BackwardHooks(units, schedule, sharding, progress.denominator, exchanges, agreement)
+        self._forward = ForwardHooks(units, schedule, sharding, progress.denominator, exchanges, self._backward)
 
     @property
     def raised(self) -> RaisedPasses:
@@ -42,8 +42,6 @@ class ModelHooks:
 
     def attach(self, model: nn.Module) -> None:
         """Register every hook on `model`, its modules and its trainable parameters."""
-        self._exchanges.find(model, self._names)
-        self._agreement.find(model)
         self._forward.attach(model)
         self._backward.attach()
 

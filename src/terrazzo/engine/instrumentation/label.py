@@ -7,15 +7,26 @@ those have no room for it (NCCL) in a checksum that ranks compare when they meet
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
 from terrazzo.errors import RanksApart
+from terrazzo.messages import of_ranks
 
-__all__ = ["CALLS", "RUN_THE_SAME", "RUN_THE_SAME_MODULES", "Label", "Purpose", "Stamp", "moving", "title_of"]
+__all__ = [
+    "CALLS",
+    "RUN_THE_SAME",
+    "RUN_THE_SAME_MODULES",
+    "Label",
+    "Purpose",
+    "Stamp",
+    "moving",
+    "places_text",
+    "title_of",
+]
 
 
 RUN_THE_SAME = (
@@ -135,6 +146,14 @@ class Label:
         call = CALLS[self.unit % len(CALLS)]
         module = repr(name) if self.unit < len(self.names) else f"layer {name}"
         return _WORDS[self.purpose].format(unit=unit, name=name, module=module, number=self.number, call=call)
+
+
+def places_text(places: Mapping[int, str]) -> str:
+    """Where ranks are, by rank: `"ranks 0, 2 at the end of forward 3; rank 1 at the end of forward 4"`."""
+    at: dict[str, list[int]] = {}
+    for rank in sorted(places):
+        at.setdefault(places[rank], []).append(rank)
+    return "; ".join(f"{of_ranks(ranks)} at {place}" for place, ranks in at.items())
 
 
 def title_of(name: str) -> str:

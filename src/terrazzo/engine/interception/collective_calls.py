@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from terrazzo.engine.buckets.unit_layout import weights_are_split
 from terrazzo.engine.comm.transfer import Moves, Transfer
-from terrazzo.engine.consensus.pass_end import weights_are_split
 from terrazzo.engine.instrumentation.label import CALLS, Label, Purpose
 from terrazzo.engine.model.engine import Engine
-from terrazzo.errors import ConnectionLost, RanksApart
+from terrazzo.errors import ConnectionLost, RanksApart, TimedOut
 
 __all__ = ["on_every_rank"]
 
@@ -27,6 +27,7 @@ def on_every_rank(engine: Engine, call: str) -> Iterator[None]:
     Raises:
         RanksApart: where others are elsewhere, here or inside.
         ConnectionLost: where one of them has ended.
+        TimedOut: where one does not come.
     """
     axes, label = engine.axes, Label(Purpose.CALL, CALLS.index(call))
     gathers = weights_are_split(engine.units)
@@ -39,7 +40,7 @@ def on_every_rank(engine: Engine, call: str) -> Iterator[None]:
             )
             Transfer(moves, label).finish()
         yield
-    except (RanksApart, ConnectionLost) as error:
+    except (RanksApart, ConnectionLost, TimedOut) as error:
         raise type(error)(
             f"{call} is of all ranks: call it on every rank, and leave to the first alone what is done with the result,"
             f" as in 'state = {call}' and then 'if dist.get_rank() == 0: torch.save(state, path)'. {error}"

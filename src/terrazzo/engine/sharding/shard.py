@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.buckets.unit_layout import UnitLayout
+from terrazzo.engine.buckets.unit_layout import UnitLayout, weights_are_split
 from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.engine.consensus.joint_checks import all_or_none
-from terrazzo.engine.consensus.pass_end import meet, weights_are_split
+from terrazzo.engine.consensus.pass_end import meet
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
 from terrazzo.engine.dry_run.step import StepSpec, parameters_of
 from terrazzo.engine.hooks.model_hooks import ModelHooks
@@ -216,7 +216,7 @@ def _make_engine(model: nn.Module, prepared: Prepared, units: Sequence[Unit], pr
         units=units,
         why_units=prepared.why_units,
         schedule=schedule,
-        hooks=ModelHooks(units, schedule, sharding, progress),
+        hooks=ModelHooks(model, units, schedule, sharding, progress),
         store=store,
         stages=stages,
         buffer_bytes=0 if stages is None else stages.buffer_bytes(model),

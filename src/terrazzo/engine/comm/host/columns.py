@@ -37,10 +37,11 @@ class Columns:
     Args:
         rank: of this process in the group.
         rows: the ranks of each machine; equally many.
+        names: what errors call each rank.
     """
 
-    def __init__(self, rank: int, rows: Sequence[Sequence[int]]) -> None:
-        self.rank, self.rows = rank, rows
+    def __init__(self, rank: int, rows: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+        self.rank, self.rows, self._names = rank, rows, names
         self.own_row = next(row for row in rows if rank in row)
         self.width = len(self.own_row)
         self._slots = min(ROUNDS, len(rows) - 1)
@@ -125,7 +126,7 @@ class Columns:
             coming = group.recv([incoming(back)], source, stamp.then)
             announced = group.send([own], target, stamp.first)
             going = group.send([outgoing(turn, target)], target, stamp.then)
-            under_way.append(_Round(stamp.label, source, code, coming_code, [coming, announced, going]))
+            under_way.append(_Round(stamp.label, self._names[source], code, coming_code, [coming, announced, going]))
         while under_way:
             under_way.popleft().finish()
 
@@ -134,14 +135,14 @@ class _Round(NamedTuple):
     """Messages to and from another rank of the column; the first to come says what is moved."""
 
     label: Label
-    source: int
+    source: str
     code: Tensor
     coming_code: Any
     rest: Sequence[Any]
 
     def finish(self) -> None:
         self.coming_code.wait()
-        self.label.check(int(self.code), f"rank {self.source} of the axis")
+        self.label.check(int(self.code), self.source)
         for work in self.rest:
             work.wait()
 
@@ -158,23 +159,27 @@ def memories_of(near: Mapping[int, Neighbour], kind: str, tensor: Tensor, label:
         neighbour.await_taken(kind)
 
 
-def columns_of(rank: int, size: int, near: Collection[int], all_gather: Callable[[Tensor], Tensor]) -> Columns | None:
+def columns_of(
+    rank: int, names: Sequence[str], near: Collection[int], all_gather: Callable[[Tensor], Tensor]
+) -> Columns | None:
     """The table of a group's ranks if it spans many machines, else None; collective.
 
     Where machines have different numbers of ranks, or not all of one can read each other, each rank is a row of its
     own, and neighbours' memory is not read.
 
     Args:
+        names: what errors call each rank of the group.
         near: this rank's neighbours.
         all_gather: every rank's 1-D int64 tensor, as rows; blocks.
     """
     together = sorted([rank, *near])
     checksum = int.from_bytes(hashlib.sha256(repr(together).encode()).digest()[:7])
     rows_of_ranks = all_gather(torch.tensor([checksum, len(together)], device=HOST)).tolist()
+    size = len(names)
     if size - min(count for _, count in rows_of_ranks) <= MANY_FAR:
         return None
     rows: dict[int, list[int]] = {}
     for other, (of_other, _) in enumerate(rows_of_ranks):
         rows.setdefault(of_other, []).append(other)
     regular = all(len(rows[of_other]) == count == len(together) for of_other, count in rows_of_ranks)
-    return Columns(rank, list(rows.values()) if regular else [[other] for other in range(size)])
+    return Columns(rank, list(rows.values()) if regular else [[other] for other in range(size)], names)

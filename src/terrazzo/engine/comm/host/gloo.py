@@ -53,14 +53,22 @@ class GlooCollectives(Collectives):
     reads and sums while the rank computes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
-        super().__init__(group, traffic, ledger, axis)
-        self._near: Mapping[int, Neighbour] = {}
+    _near: Mapping[int, Neighbour] = {}
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+        ledger: Ledger,
+        axis: str = "",
+        host_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(group, traffic, ledger, axis, host_group)
         kinds = ("gather", "reduce") if self.size > 1 else ()
         self._names = [_name_of(rank, job) for rank, job in enumerate(dist.get_process_group_ranks(group))]
         timeout_s = timeout_s_of(group, HOST)
         self._near = find_neighbours(self.rank, self.gather_rows, kinds, timeout_s, self._names) if kinds else {}
-        self._columns = columns_of(self.rank, self.size, self._near, self.gather_rows) if kinds else None
+        self._columns = columns_of(self.rank, self._names, self._near, self.gather_rows) if kinds else None
         if self._columns is not None and self._columns.width == 1:
             self._near = {}
         self._far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._near]

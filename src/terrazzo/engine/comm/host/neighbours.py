@@ -28,7 +28,7 @@ from torch import Tensor
 from terrazzo.engine.comm.host.rendezvous import Address, Listener, Met, connect
 from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.errors import ConnectionLost, TimedOut
+from terrazzo.errors import ConnectionLost, RanksApart, TimedOut
 from terrazzo.processes.ending import Ending, leaves_to_parent
 from terrazzo.processes.system import boot_id, is_stopped
 
@@ -151,9 +151,9 @@ class Neighbour:
         code, count, offered_bytes, address = _OFFER.unpack(self._receive(kind, _OFFER.size))
         label.check(code, self.name)
         if (count, offered_bytes) != (self._count[kind], size_bytes):
-            raise ConnectionError(
-                f"{self._subject} offers {offered_bytes} bytes in its {kind} number {count}, and this rank "
-                f"expects {size_bytes} in number {self._count[kind]}: the ranks have not run the same. {RUN_THE_SAME}"
+            raise RanksApart(
+                f"The ranks have not run the same: {self.name} offers {offered_bytes} bytes in its {kind} number "
+                f"{count}, and this rank expects {size_bytes} in number {self._count[kind]}. {RUN_THE_SAME}"
             )
         return Memory(self.pid, address, self.name)
 
@@ -164,7 +164,9 @@ class Neighbour:
     def await_taken(self, kind: str) -> None:
         """Wait until it has read what was offered to it."""
         if self._receive(kind, len(_TAKEN)) != _TAKEN:
-            raise ConnectionError(f"{self._subject} has not run the same as this one. {RUN_THE_SAME}")
+            raise RanksApart(
+                f"The ranks have not run the same: {self.name} is in another {kind} than this one. {RUN_THE_SAME}"
+            )
 
     def hang_up(self) -> None:
         """Something has failed here: whatever it waits for will not come, and nothing further may be exchanged."""
