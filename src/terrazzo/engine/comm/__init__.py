@@ -13,14 +13,14 @@ From the caller to the wire, as in the gather of a unit's weights:
 
 Each exchange has a `Label` of `instrumentation`: two that do not belong together raise instead of mixing their values.
 
-    tags          which tags messages between two ranks have
-    comm_streams  the CUDA streams that chains of collectives run on
-    transfer      collectives in flight and chains of them; what is counted about them
-    sums          sums whose order is promised
-    failed_exchanges  what is raised where one has failed: who has ended, or where each rank waits
-    collectives   calls torch.distributed, and so NCCL; counts every byte
-    host          the ways that chunks take between CPU ranks
-    backends      which group gets which collectives
+    tags              which tags messages between two ranks have
+    comm_streams      the CUDA streams that chains of collectives run on
+    transfer          collectives in flight and chains of them; what is counted about them
+    sums              sums whose order is promised
+    failed_exchanges  what is raised where one has failed: who has ended, or where each rank has waited
+    collectives       calls torch.distributed, and so NCCL; counts every byte
+    host              the ways that chunks take between CPU ranks
+    backends          which group gets which collectives
 
 Read them in that order.
 """
