@@ -6,7 +6,10 @@ import json
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from terrazzo.dialects.core.description import PATHS, Description, asks_for_nothing
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
@@ -117,6 +120,32 @@ def test_replicas_have_the_axes_that_accelerate_takes_beside_them(ranks: int, tp
     sizes = {"parallelism_config_tp_size": tp} if taken and tp > 1 else {}
     assert document.get("parallelism_config", {}) == sizes
     assert written(described("zero0", mesh__cp=2))[1]["mesh.cp"] == "refused"
+
+
+def test_gradients_that_are_not_reduced_yet_are_summed_in_16_bits() -> None:
+    """FSDP2 keeps them in the dtype of reduction while synchronisation is off, which Accelerate makes 16 bits."""
+    dtypes = {f"precision__{name}": "fp32" for name in ("weight", "master", "accumulate")}
+    dtypes |= dict.fromkeys(("precision__compute", "precision__reduce"), "bf16")
+    assert written(described("zero3", **dtypes))[1]["precision.accumulate"] == "applied"
+    assert written(described("zero3", **dtypes, batch__accumulation=4))[1]["precision.accumulate"] == "lossy"
+    document = written(described("zero3", **dtypes))[0]
+    found = [each.text for each in DIALECT.findings(DIALECT.read(document), NO_CONTEXT)]
+    assert any("sums gradients in bf16" in text for text in found)
+    if dist.is_initialized():
+        pytest.skip("a process group is there already")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        model = fully_shard(torch.nn.Linear(2, 2), mp_policy=policy)
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(1, 2)).sum().backward()
+        (kept, _) = model._get_fsdp_state()._fsdp_param_group.fsdp_params
+        assert kept._unsharded_param.grad.dtype == torch.bfloat16
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad.dtype == torch.float32
+    finally:
+        dist.destroy_process_group()
 
 
 def test_finer_offload_than_all_or_nothing_goes_to_deepspeed() -> None:

@@ -525,6 +525,32 @@ def test_lightning_takes_what_is_written(strategies: Any, source: str, document:
         assert made.config["zero_optimization"]["stage"] == stage
 
 
+def test_a_run_without_checkpoints_is_one() -> None:
+    document = {"strategy": "ddp", "enable_checkpointing": False}
+    assert described("lightning", document).value("saving.when") == "never"
+    assert not described("lightning", {"strategy": "ddp", "enable_checkpointing": True})["saving.when"].is_set
+    written = converted("trainer", "lightning", {"output_dir": "x", "save_strategy": "no"})
+    assert written.document["trainer"]["enable_checkpointing"] is False
+
+
+def test_nobody_fills_auto_in_a_document_that_lightning_hands_on() -> None:
+    """DeepSpeed drops it in a section that it checks, where its default holds, and has no such value at the top."""
+    zero = {"stage": 3, "reduce_bucket_size": "auto"}
+    config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": zero, "bf16": {"enabled": "auto"}}
+    document = {"strategy": strategy("DeepSpeedStrategy", config=config), "precision": "bf16-mixed"}
+    where = "strategy.init_args.config"
+    outcomes = verdicts("lightning", document)
+    assert outcomes[f"{where}.train_micro_batch_size_per_gpu"].kind == "refused"
+    assert "its default, False" in outcomes[f"{where}.bf16.enabled"].why
+    assert "its default, 500000000" in outcomes[f"{where}.zero_optimization.reduce_bucket_size"].why
+    assert not [outcome for outcome in outcomes.values() if "Hugging Face" in outcome.why]
+    assert described("lightning", document).value("precision.compute") == "fp32"
+    assert any("nobody fills 'auto'" in found.text for found in findings_by_key("lightning", document).values())
+    written = converted("deepspeed", "lightning", config, hidden_size=4, trainer={"bf16": True})
+    inner = written.document["trainer"]["strategy"]["init_args"]["config"]
+    assert inner == {"zero_optimization": {"stage": 3, "reduce_bucket_size": 16}, "bf16": {"enabled": True}}
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "Rprop"])
 def test_the_written_optimizer_starts(name: str) -> None:
     """LightningCLI calls the class with all parameters and `init_args`."""

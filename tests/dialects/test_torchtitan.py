@@ -276,6 +276,20 @@ def test_switches_written_as_text_are_found(off: Any, found: bool) -> None:
     assert bool(findings_by_key("torchtitan", document)) is found
 
 
+def test_there_were_no_cuda_graphs_before_torchtitan_0_3() -> None:
+    document = {"parallelism": {"pipeline_parallel_degree": 2}}
+    key, versions = "parallelism.pipeline_parallel_degree", {"torchtitan": "0.2"}
+    assert key in findings_by_key("torchtitan", document)
+    assert key not in findings_by_key("torchtitan", document, versions=versions)
+
+
+@pytest.mark.parametrize("key", ["deterministic", "batch_invariant"])
+def test_operators_of_other_results_are_no_matter_of_speed(key: str) -> None:
+    for on, kind in ((True, "lossy"), (False, "defaulted")):
+        (verdict,) = converted("torchtitan", "terrazzo", {"debug": {key: on}}).verdicts
+        assert verdict.kind == kind
+
+
 def test_stages_run_the_local_batch_in_parts() -> None:
     """`local_batch_size` sequences of a data rank go through the stages as `pipeline_parallel_microbatch_size` each."""
     document = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -321,6 +323,92 @@ def test_tokens_of_all_ranks_are_averaged_since_transformers_4_54(
     document, context = {"output_dir": "x", **beside}, {"versions": {"transformers": version} if version else {}}
     assert described("trainer", document, **context).value("training.loss_mean") == mean
     assert ("average_tokens_across_devices" in findings_by_key("trainer", document, **context)) is warned
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "section", "version", "row", "warned"),
+    [
+        (True, {}, "", "zero3", False),
+        ("full_shard auto_wrap", {}, "", "zero3", True),
+        ("full_shard", {"version": 2}, "", "zero3", False),
+        ("hybrid_shard", {}, "4.57.6", "hybrid_shard", False),
+        ("shard_grad_op", {"version": 2}, "4.57.6", "shard_grad_op", False),
+        (True, {}, "5.9.0", "zero3", False),
+        (True, {}, "5.10.0", "zero3", False),
+    ],
+)
+def test_fsdp_is_the_second_since_transformers_5_10(
+    fsdp: Any, section: dict[str, Any], version: str, row: str, warned: bool
+) -> None:
+    """As `training_args.py` of 5.9.0 and 5.10.0 has it; that of 4.57.6 asks for no version and knows the first alone.
+
+    There the words choose the strategy, by way of the environment.
+    """
+    document = {"output_dir": "x", "fsdp": fsdp, "fsdp_config": {"backward_prefetch": "backward_pre", **section}}
+    context = {"versions": {"transformers": version} if version else {}}
+    first = version in ("4.57.6", "5.9.0")
+    outcome = verdicts("trainer", document, **context)
+    assert (outcome["fsdp_config.backward_prefetch"].kind == "refused") is not first  # the second passes over it
+    assert ("fsdp_config.version" in outcome and outcome["fsdp_config.version"].kind == "refused") is (
+        first and bool(section)
+    )
+    assert described("trainer", document, **context).row == row
+    assert ("fsdp_config.version" in findings_by_key("trainer", document, **context)) is warned
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "section", "units", "tier"),
+    [
+        (True, {}, "none", "device"),
+        ("full_shard auto_wrap", {}, "auto", "device"),
+        ("full_shard auto_wrap offload", {"transformer_layer_cls_to_wrap": "Block"}, "classes", "cpu"),
+        ("full_shard auto_wrap", {"min_num_params": 9}, "min_numel", "device"),
+        ("full_shard", {"min_num_params": 9, "cpu_offload": True}, "none", "device"),
+    ],
+)
+def test_words_alone_choose_units_and_offload_before_transformers_5_10(
+    fsdp: Any, section: dict[str, Any], units: str, tier: str
+) -> None:
+    """As `training_args.py` of 5.9.0 has it, which passes `auto_wrap_policy` and `cpu_offload` of the section over."""
+    document, context = {"output_dir": "x", "fsdp": fsdp, "fsdp_config": section}, {"versions": {"transformers": "5.9"}}
+    description = described("trainer", document, **context)
+    assert (description.value("units.policy"), description.value("offload.weight")) == (units, tier)
+    refused = [key for key, each in verdicts("trainer", document, **context).items() if each.kind == "refused"]
+    assert refused == ([f"fsdp_config.{key}" for key in section] if units == "none" else [])
+
+
+def test_each_micro_batch_may_be_reduced_at_once() -> None:
+    """Transformers 5.23 synchronises in each where Accelerate's plugin says sync_each_batch."""
+    document = {**FSDP, "bf16": True, "gradient_accumulation_steps": 4}
+    at_once = {**document, "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+    for told, kind in ((document, "bf16"), (at_once, "fp32")):
+        assert described("trainer", told).value("precision.accumulate") == kind
+    assert_agrees_or_says("trainer", at_once)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp_size": 2},
+        {"tp_size": 2, "dp_shard_size": 2},
+        {"tp_size": 2, "dp_replicate_size": 2},
+        {"cp_size": 2},
+        {"dp_replicate_size": 2},
+        {"cp_size": 2, "sp_size": 2, "dp_shard_size": 2},
+    ],
+)
+def test_what_accelerate_refuses_of_axes_is_an_error(sizes: dict[str, int]) -> None:
+    library = pytest.importorskip("accelerate.parallelism_config")
+    ranks = math.prod(sizes.values())
+    accelerator = types.SimpleNamespace(multi_device=True, num_processes=ranks, is_fsdp2=True)
+    try:
+        library.ParallelismConfig(**sizes)._validate_accelerator(accelerator)
+        raised = False
+    except ValueError:
+        raised = True
+    found = findings_by_key("trainer", {**FSDP, "parallelism_config": sizes})
+    errors = [key for key, each in found.items() if key.startswith("parallelism_config") and each.level == "error"]
+    assert bool(errors) is raised, found
 
 
 @pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3@nvme"])

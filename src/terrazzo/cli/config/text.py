@@ -35,10 +35,11 @@ def say_verdicts(verdicts: Sequence[KeyVerdict], *, stderr: bool = False) -> Non
     rows = [[verdict.kind, f"{verdict.key} = {cell_text(verdict.value)}", _becomes(verdict)] for verdict in verdicts]
     if not rows:
         return
-    for verdict, line in zip(verdicts, columns_text(rows).splitlines(), strict=True):
+    following = [*(verdict.why for verdict in verdicts[1:]), ""]
+    for verdict, line, ahead in zip(verdicts, columns_text(rows).splitlines(), following, strict=True):
         style = _STYLES.get(verdict.kind, "")
         say(line, style, stderr=stderr)
-        if verdict.why and not verdict.tuning:
+        if verdict.why and not verdict.tuning and verdict.why != ahead:  # of several with one reason, once below them
             say(f"{' ' * 11}{verdict.why}", style, stderr=stderr)
 
 

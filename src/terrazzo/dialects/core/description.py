@@ -34,7 +34,7 @@ from terrazzo.dialects.core.sections import (
     TrainingSection,
     UnitsSection,
 )
-from terrazzo.engine import PLANS, Place, Plan
+from terrazzo.engine import PLANS, LossScaling, Place, Plan
 from terrazzo.messages import shortened
 
 __all__ = [
@@ -87,6 +87,7 @@ class Extra:
         loss: `harmless`: without it another dialect does the same thing, as for log intervals and bucket sizes;
             `refused`: without it it would not, and the key must not be dropped in silence; `lossy`: all others.
         usual: it is what the library does where nothing is said.
+        here: what says it in Terrazzo's own configuration.
     """
 
     key: str
@@ -94,6 +95,11 @@ class Extra:
     why: str = ""
     loss: Loss = "lossy"
     usual: bool = False
+    here: str = ""
+
+    def lost_in(self, dialect: str) -> str:
+        """What the dialect loses with it; of Terrazzo's, what says it there."""
+        return f"in Terrazzo: {self.here}" if self.here and dialect == "terrazzo" else self.why
 
 
 @dataclass(frozen=True)
@@ -191,6 +197,8 @@ def as_text(value: Any) -> str:
         text = value
     elif value is None or isinstance(value, bool):
         text = {None: "none", True: "true", False: "false"}[value]
+    elif isinstance(value, LossScaling):
+        text = f"loss scale from {value.init:g}, doubled after {value.interval} good steps"
     elif isinstance(value, Mapping):
         text = ", ".join(f"{name} {as_text(inner)}" for name, inner in value.items()) or "none"
     elif isinstance(value, tuple | list):

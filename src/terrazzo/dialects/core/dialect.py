@@ -46,6 +46,7 @@ class ReadingContext:
             the readers were written against.
         trainer: fields of TrainingArguments given beside the file; they resolve "auto".
         folder: where files that the configuration names lie.
+        fills_auto: whether the library that hands a DeepSpeed document on puts values where it says "auto".
     """
 
     world: int | None = None
@@ -62,6 +63,7 @@ class ReadingContext:
     versions: Mapping[str, str] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
+    fills_auto: bool = True
 
     def version(self, library: str, default: str) -> tuple[int, ...]:
         """The version of a library, as three numbers to compare: `0.19.8` and `0.17` are `(0, 19, 8)`, `(0, 17, 0)`."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-__all__ = ["KINDS", "LOST", "KeyVerdict", "Loss", "VerdictKind", "worst"]
+__all__ = ["KINDS", "LOST", "TODAY", "KeyVerdict", "Loss", "VerdictKind", "worst"]
 
 VerdictKind = Literal["applied", "defaulted", "renamed", "lossy", "refused"]
 """What became of a key, from the mildest to the gravest: see `KeyVerdict`."""
@@ -15,6 +15,8 @@ Loss = Literal["harmless", "lossy", "refused"]
 """What another dialect loses without a key: nothing, something, or the same numbers."""
 LOST: dict[Loss, VerdictKind] = {"harmless": "defaulted", "lossy": "lossy", "refused": "refused"}
 """The verdict on a key in a dialect that has no such key, by the loss that its row names."""
+TODAY = "today's word is "
+"""What is said of a key in an older spelling, before the one of today."""
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ class Key:
             (`refused`). Empty: it has a place in the neutral description, and a reader of its own. A key that is read
             in some documents alone has both: its reader there, and elsewhere this.
         why: the loss in words; default: the meaning.
+        here: what says it in Terrazzo's own configuration, where that has no setting of the neutral description.
         lost_beside: another key, or a section, beside which the library does something by the default, too: the loss
             is the default's as well, whether or not the document says it. Empty: at the default nothing is lost.
         null: whether null says nothing rather than something wrong; default: where the default is
@@ -84,6 +85,7 @@ class Key:
     why: str = ""
     lost_beside: str = ""
     null: bool | None = None
+    here: str = ""
 
     @functools.cached_property
     def neutral(self) -> Any:

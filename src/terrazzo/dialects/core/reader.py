@@ -18,7 +18,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting, SettingOrigin, SettingsByPath, build
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading
-from terrazzo.dialects.core.key_verdict import KeyVerdict, Loss, VerdictKind, worst
+from terrazzo.dialects.core.key_verdict import TODAY, KeyVerdict, Loss, VerdictKind, worst
 from terrazzo.dialects.core.keys import (
     MISSING,
     NAME_LIST,
@@ -183,12 +183,13 @@ class Reader:
     def refuse(self, key: str, why: str) -> None:
         self.mark(key, "refused", why)
 
-    def keep(self, key: str, why: str = "", *, loss: Loss = "lossy", usual: bool = False) -> None:
+    def keep(self, key: str, why: str = "", *, loss: Loss = "lossy", usual: bool = False, here: str = "") -> None:
         """Keep a key, or all below it, as it is: it means something to this library alone. See `Extra`."""
         where = self.spelled(key)
         for name in [name for name in self.flat if name == where or name.startswith(f"{key}.")]:
             self.mark(name, "applied")
-            self.extras.append(Extra(self.canonical(name) if self.older else name, self.flat[name], why, loss, usual))
+            kept = self.canonical(name) if self.older else name
+            self.extras.append(Extra(kept, self.flat[name], why, loss, usual, here))
 
     def keep_nulls(self) -> None:
         """Keep known keys that say nothing."""
@@ -211,7 +212,8 @@ class Reader:
             value, listed = self._parsed.get(key, self.flat[key]), self.canonical(key) in self.keys
             harmless = listed and not row.lost_beside and value in (row.default, row.neutral)
             usual = listed and value == row.default
-            self.keep(key, row.why or row.meaning, loss="harmless" if harmless else row.loss, usual=usual)
+            loss = "harmless" if harmless else row.loss
+            self.keep(key, row.why or row.meaning, loss=loss, usual=usual, here=row.here)
 
     def unread(self) -> list[str]:
         """Keys that nobody has taken yet."""
@@ -292,7 +294,7 @@ class Reader:
             verdict = self.verdicts[key]
             if key != name:
                 kind = "renamed" if verdict.kind == "applied" else verdict.kind
-                why = verdict.why or f"today's word is {name}"
+                why = verdict.why or f"{TODAY}{name}"
                 self.verdicts[key] = replace(verdict, kind=kind, why=why, target=verdict.target or name)
 
     def _without_refused(self) -> dict[str, Any]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from terrazzo.dialects.core.description import DTYPES, PATHS, Description
 from terrazzo.dialects.core.dialect import Dialect, Finding, Reading, ReadingContext
-from terrazzo.dialects.core.key_verdict import KeyVerdict
+from terrazzo.dialects.core.key_verdict import TODAY, KeyVerdict
 from terrazzo.dialects.core.mesh import TWO_AXES, data_ranks, degrees, row_fault
 from terrazzo.dialects.verbs.understand import Understood
 from terrazzo.documents.dotted_keys import keys_in
+from terrazzo.messages import listed
 from terrazzo.parallel.sharing_rules import shares_experts, shares_heads
 
 __all__ = ["check", "findings_of", "other_world"]
+
+_FEW = 4
+"""Keys in older spellings that are spoken of one by one."""
 
 _LEAST_STEP = {"bf16": "2^-8", "fp16": "2^-11"}
 """Half the distance from 1 to the next number: of less, rounding to the nearest leaves nothing."""
@@ -22,8 +27,16 @@ _LEAST_STEP = {"bf16": "2^-8", "fp16": "2^-11"}
 def check(understood: Understood) -> list[Finding]:
     """All findings, errors first."""
     found = findings_of(understood.dialect, understood.reading, understood.context)
-    unique = list(dict.fromkeys([*_keys(understood), *found]))
-    return sorted(unique, key=lambda finding: finding.level != "error")
+    once = _said_once([*_keys(understood), *found])
+    return sorted(once, key=lambda finding: finding.level != "error")
+
+
+def _said_once(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings whose words are the same as one, of all their keys."""
+    alike: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        alike.setdefault((finding.level, finding.text), []).append(finding)
+    return [replace(each[0], key=", ".join(dict.fromkeys(one.key for one in each))) for each in alike.values()]
 
 
 def findings_of(dialect: Dialect, reading: Reading, context: ReadingContext) -> list[Finding]:
@@ -53,7 +66,12 @@ def _keys(understood: Understood) -> Iterator[Finding]:
         text = "comments or commas before a closing bracket: DeepSpeed reads them, Hugging Face's loaders do not"
         yield Finding.warning("", text)
     open_before: dict[str, str] = {}
-    for verdict in understood.reading.verdicts:
+    verdicts = understood.reading.verdicts
+    older = [each for each in verdicts if each.kind == "renamed" and each.why.startswith(TODAY)]
+    if len(older) > _FEW:
+        words = [f"{each.key} is {each.why.removeprefix(TODAY)}" for each in older]
+        yield Finding.warning("", f"{len(older)} keys are words of earlier versions: {listed(words, 2 * _FEW)}")
+    for verdict in verdicts if len(older) <= _FEW else (each for each in verdicts if each not in older):
         if verdict.kind == "refused":
             yield Finding.error(verdict.key, verdict.why)
         elif verdict.kind in ("lossy", "renamed") and verdict.why:

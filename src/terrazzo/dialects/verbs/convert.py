@@ -174,8 +174,9 @@ class _Fates:
             return KeyVerdict(read.key, read.value, read.kind, extra.key, read.why)
         if extra.loss == "harmless" and read.kind == "lossy":  # its own library does nothing with it
             return read
-        absent = "" if extra.loss == "harmless" else f"no such setting in {self.target.title}"
-        why = "; ".join(part for part in (absent, extra.why) if part)
+        elsewhere = extra.loss == "harmless" or (extra.here and self.target.name == "terrazzo")
+        absent = "" if elsewhere else f"no such setting in {self.target.title}"
+        why = "; ".join(part for part in (absent, extra.lost_in(self.target.name)) if part)
         return KeyVerdict(read.key, read.value, LOST[extra.loss], "", why, tuning=extra.loss == "harmless")
 
     def _composed(self, read: KeyVerdict, written: list[KeyVerdict]) -> KeyVerdict:
@@ -183,7 +184,7 @@ class _Fates:
         targets = _once(part for verdict in direct for part in keys_in(verdict.target))
         verdicts = list(written)
         if rest := self.partial.get(read.key):  # what the key says beyond its settings
-            verdicts.append(KeyVerdict(read.key, read.value, LOST[rest.loss], "", rest.why))
+            verdicts.append(KeyVerdict(read.key, read.value, LOST[rest.loss], "", rest.lost_in(self.target.name)))
         kind = worst([read.kind, *(verdict.kind for verdict in verdicts)])
         stays = any(target == read.key or target.startswith(f"{read.key}.") for target in [*targets, *self.own])
         if kind in ("applied", "renamed") and targets:
@@ -193,7 +194,7 @@ class _Fates:
         grave = [verdict for verdict in verdicts if verdict.kind == kind] if kind in ("lossy", "refused") else []
         reasons = [verdict for verdict in grave or written if verdict.why]
         several = len(reasons) < len(written) or len({verdict.why for verdict in reasons}) > 1
-        why = "; ".join(_once([read.why, *(_reason(verdict, several) for verdict in reasons)]))
+        why = "; ".join(_once([read.why, *_reasons(reasons, several)]))
         return KeyVerdict(read.key, read.value, kind, ", ".join(targets), why)
 
     def unsaid(self) -> Iterable[KeyVerdict]:
@@ -233,9 +234,12 @@ class _Fates:
         return section != "precision" and bool(now.keys) and written.issuperset(now.keys)
 
 
-def _reason(verdict: KeyVerdict, several: bool) -> str:
-    """Why, and where the key stands for several settings, of which of them."""
-    return f"{verdict.key}: {verdict.why}" if several and verdict.key in PATHS else verdict.why
+def _reasons(verdicts: Iterable[KeyVerdict], several: bool) -> list[str]:
+    """Why, each once, and where the key stands for several settings, of which of them."""
+    paths: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        paths.setdefault(verdict.why, []).extend([verdict.key] if several and verdict.key in PATHS else [])
+    return [f"{', '.join(told)}: {why}" if told else why for why, told in paths.items()]
 
 
 def _once(texts: Iterable[str]) -> list[str]:

@@ -11,7 +11,6 @@ from terrazzo.dialects.core.description import LOADED, MEANING, Description, Ext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.mesh import data_ranks, degrees
 from terrazzo.dialects.verbs.understand import Understood
-from terrazzo.engine import LossScaling
 
 __all__ = ["OptionRow", "Page", "explain", "origin_words", "plan_words"]
 
@@ -137,15 +136,10 @@ def _dtypes(description: Description) -> str:
     if description.value("precision.error_feedback"):
         known.append("error_feedback")
     if scaling := description.value("precision.loss_scaling"):
-        known.append(scaling_words(scaling))
+        known.append(as_text(scaling))
     if fixed := description.value("precision.static_loss_scale"):
         known.append(f"loss scale {fixed:g}")
     return ", ".join(known)
-
-
-def scaling_words(scaling: LossScaling) -> str:
-    """Dynamic loss scaling in a few words."""
-    return f"loss scale from {scaling.init:g}, doubled after {scaling.interval} good steps"
 
 
 def _batch(description: Description) -> str:

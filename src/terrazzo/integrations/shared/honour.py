@@ -48,7 +48,10 @@ def honour(name: str, document: ConfigDocument, context: ReadingContext, who: st
 def unknown_here(description: Description, said: Container[str] = ()) -> list[str]:
     """Why each key, but for those that are `said`, is refused that its own library takes and Terrazzo does not."""
     extras = [each for each in description.extras if each.loss == "refused" and each.key not in said]
-    return [f"{each.key} is {each.value!r}: {each.why or 'Terrazzo has no such setting: remove it'}" for each in extras]
+    return [
+        f"{each.key} is {each.value!r}: {each.lost_in('terrazzo') or 'Terrazzo has no such setting: remove it'}"
+        for each in extras
+    ]
 
 
 def refuse(who: str, reasons: Sequence[str]) -> None:

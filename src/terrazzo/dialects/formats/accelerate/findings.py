@@ -9,7 +9,7 @@ from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateRea
 from terrazzo.dialects.formats.accelerate.keys import TYPES
 from terrazzo.dialects.formats.accelerate.read_deepspeed import FILE
 from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings
-from terrazzo.dialects.formats.shared.accelerate_stack import AXES
+from terrazzo.dialects.formats.shared.accelerate_stack import AT_ONCE, AXES, axis_faults
 
 __all__ = ["findings"]
 
@@ -38,26 +38,21 @@ def findings(reading: Reading, context: ReadingContext) -> Iterator[Finding]:
 
 
 def _parallelism(reader: AccelerateReader, kind: str) -> Iterator[Finding]:
-    sizes = {axis: reader.take(f"{_P}{axis}_size").value for axis in AXES}
     if "parallelism_config" not in reader:
         return
-    if sizes["cp"] > 1 and sizes["sp"] > 1:
-        yield Finding.error(f"{_P}cp_size", "cp and sp both split the sequence: Accelerate takes one of them")
-    if (sizes["tp"] > 1 or sizes["cp"] > 1) and sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1:
-        yield Finding.error(
-            f"{_P}dp_shard_size", "tp or cp beside plain replicas: Accelerate wants dp_shard_size above 1"
-        )
-    if kind == "FSDP" and str(reader.raw(f"{_F}version") or 1) == "1":
+    sizes = {axis: reader.take(f"{_P}{axis}_size").value for axis in AXES}
+    if kind == "FSDP" and _version(reader) == 1:
         yield Finding.error(f"{_F}version", "parallelism_config needs version 2")
-    if kind == "FSDP" and sizes["dp_shard"] == 1 and sizes["cp"] == 1:
-        text = "it is 1, also where it is not given: there is nothing to shard over, and Accelerate stops"
-        yield Finding.error(f"{_P}dp_shard_size", text)
-    if sizes["sp"] > 1 and kind != "DEEPSPEED":
-        yield Finding.error(f"{_P}sp_size", "Ulysses needs distributed_type: DEEPSPEED")
+    for axis, text in axis_faults(sizes, "fsdp2" if kind == "FSDP" else kind.lower()):
+        yield Finding.error(f"{_P}{axis}_size", text)
+
+
+def _version(reader: AccelerateReader) -> int:
+    return 2 if str(reader.raw(f"{_F}version") or 1) == "2" else 1
 
 
 def _fsdp(reader: AccelerateReader, reading: Reading) -> Iterator[Finding]:
-    version = 2 if str(reader.raw(f"{_F}version") or 1) == "2" else 1
+    version = _version(reader)
     if reader.raw(f"{_F}version") is None:
         yield Finding.warning(f"{_F}version", "it is not given: the launcher takes 1, and accelerate config proposes 2")
     value = reading.description.value
@@ -75,6 +70,9 @@ def _fsdp(reader: AccelerateReader, reading: Reading) -> Iterator[Finding]:
         yield Finding.error(f"{_F}sync_module_states", "fsdp_cpu_ram_efficient_loading, on by default, needs it: true")
     if version == 1:
         yield from _version_1(reader)
+    if (low := value("precision.reduce")) in ("bf16", "fp16") and value("precision.accumulate") == "fp32":
+        text = f"a loop that accumulates sums gradients in {low} until they are reduced: {AT_ONCE}"
+        yield Finding.warning("mixed_precision", text)
     if reader.raw(f"{_F}auto_wrap_policy") is None:
         text = "without it the whole model is one unit: all weights are gathered at once. Say TRANSFORMER_BASED_WRAP"
         yield Finding.warning(f"{_F}auto_wrap_policy", text)

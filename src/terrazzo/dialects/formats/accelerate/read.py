@@ -11,12 +11,14 @@ from terrazzo.dialects.core.reader import only_from_file
 from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateReader
 from terrazzo.dialects.formats.accelerate.keys import TYPES
 from terrazzo.dialects.formats.accelerate.read_deepspeed import read_deepspeed
-from terrazzo.dialects.formats.accelerate.read_fsdp import VERSION, read_fsdp, read_mesh
-from terrazzo.dialects.formats.shared.accelerate_stack import stack_precision
+from terrazzo.dialects.formats.accelerate.read_fsdp import VERSION, read_fsdp
+from terrazzo.dialects.formats.shared.accelerate_stack import read_axes, stack_precision
 from terrazzo.dialects.formats.shared.fsdp_words import offload
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
 __all__ = ["read"]
+
+_AXIS = "parallelism_config.parallelism_config_{}_size"
 
 
 def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
@@ -24,7 +26,8 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
     reader = AccelerateReader(document, context)
     kind = _kind(reader)
     half = _half(reader)
-    settings = read_mesh(reader, TYPES[kind.value] == "fsdp") | _world(reader)
+    settings = read_axes(reader, _AXIS, fsdp=TYPES[kind.value] == "fsdp") | _world(reader)
+    settings |= {"mesh.pp": Setting(1, "default"), "mesh.ep": Setting(1, "default")}
     settings |= _engine(reader, TYPES[kind.value], half, settings) | _compile(reader, TYPES[kind.value])
     if kind.origin == "file":
         settings = {path: _chosen(path, setting, kind) for path, setting in settings.items()}

@@ -8,33 +8,14 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateReader
-from terrazzo.dialects.formats.shared.accelerate_stack import AXES
 from terrazzo.dialects.formats.shared.fsdp_words import offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID, ONE_GROUP, in_one_group, row_settings
 
-__all__ = ["VERSION", "read_fsdp", "read_mesh"]
+__all__ = ["VERSION", "read_fsdp"]
 
-_F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
+_F = "fsdp_config.fsdp_"
 VERSION = f"{_F}version"
 """Key of FSDP's version: 1 unless the file says 2."""
-
-
-def read_mesh(reader: AccelerateReader, fsdp: bool) -> SettingsByPath:
-    """Degrees. Without the section all ranks are one axis; within it, a size that is not given is 1.
-
-    Args:
-        reader: of the YAML.
-        fsdp: whether FSDP shards: what else there is takes the ranks that are left, whatever dp_shard_size says.
-    """
-    settings: SettingsByPath = {}
-    for axis in AXES:
-        settings[f"mesh.{axis}"] = reader.take(f"{_P}{axis}_size")
-    shards = settings["mesh.dp_shard"]
-    if not fsdp and shards.origin == "file":
-        reader.keep(shards.key, "nothing is split over it", loss="harmless")
-    if not fsdp or not any(size.origin == "file" for size in settings.values()):
-        settings["mesh.dp_shard"] = Setting(None, "default")
-    return settings | {"mesh.pp": Setting(1, "default"), "mesh.ep": Setting(1, "default")}
 
 
 def read_fsdp(reader: AccelerateReader, mesh: SettingsByPath) -> SettingsByPath:

@@ -7,6 +7,7 @@ from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.accelerate.keys import STRATEGIES
 from terrazzo.dialects.formats.accelerate.write_precision import write_autocast, write_precision
+from terrazzo.dialects.formats.shared.accelerate_stack import AT_ONCE
 from terrazzo.dialects.formats.shared.fsdp_words import bare_classes, write_offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, one_axis, shard_ranks
 
@@ -168,15 +169,25 @@ def _loading(draft: Draft, version: int) -> None:
 
 
 def _precision(draft: Draft, half: str | None, version: int) -> None:
-    """Accelerate lifts trainable weights to fp32 and reduces in the compute dtype."""
+    """Accelerate lifts trainable weights to fp32, and sums and reduces in the compute dtype what is not reduced yet."""
     states = ("weight", "master", "moments", "saved")
     if half is None:
         write_precision(draft, dict.fromkeys((*states, "compute", "reduce", "accumulate", "buffers"), LOADED), "")
     else:
         low = "bf16" if half == "fp8" else half
-        lifted = {**dict.fromkeys(states, "fp32"), "reduce": low, "accumulate": "fp32", "output": "fp32"}
+        _accumulated(draft, low if draft.value("batch.accumulation", 1) > 1 else "fp32")
+        lifted = {**dict.fromkeys(states, "fp32"), "reduce": low, "output": "fp32"}
         write_precision(draft, {**lifted, "buffers": low if version == 1 else LOADED}, "Accelerate has no key for it")
     write_autocast(draft, half)
     for path in ("precision.loss_scaling", "precision.static_loss_scale"):
         if draft.value(path) is not None:
             draft.lossy(path, "Accelerate scales the loss by torch's GradScaler: pass GradScalerKwargs")
+
+
+def _accumulated(draft: Draft, kind: str) -> None:
+    """What gradients of several micro-batches are summed in: `kind`, as long as they are not reduced."""
+    path = "precision.accumulate"
+    if draft.value(path, kind) != kind:
+        draft.lossy(path, f"it is {kind} there: {AT_ONCE}")
+    else:
+        draft.implied(path, "" if kind == "fp32" else "as long as they are not reduced", "mixed_precision")

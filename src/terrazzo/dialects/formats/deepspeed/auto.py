@@ -139,9 +139,11 @@ _RULES: Mapping[str, _AutoRule] = {
 
 
 def resolve(key: str, context: ReadingContext) -> Auto:
-    """What Hugging Face puts in place of "auto" at a key."""
+    """What Hugging Face puts in place of "auto" at a key; nothing where another library hands the document on."""
+    if not context.fills_auto:
+        return Auto(None, "nobody puts a value there", rule=False)
     if key not in _RULES:
-        return Auto(None, "no rule fills it: put a value", rule=False)
+        return Auto(None, "Hugging Face has no rule for it", rule=False)
     name, rule = _RULES[key]
     value = rule(context)
     if value is None:

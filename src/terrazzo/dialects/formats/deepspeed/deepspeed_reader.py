@@ -71,9 +71,9 @@ class DeepSpeedReader(Reader):
             return Setting(auto.value, "auto", name)
         if section in STRICT:
             shown = "its default" if default is None else f"its default, {default}"
-            self.mark(name, "defaulted", f"Hugging Face has no rule for it, and DeepSpeed drops 'auto' for {shown}")
+            self.mark(name, "defaulted", f"{auto.why}, and DeepSpeed drops 'auto' for {shown}")
         else:
-            self.refuse(name, auto.why)
+            self.refuse(name, f"{auto.why}, and DeepSpeed has no 'auto' there: put a value")
         return Setting(default, "auto", name)
 
     # -- keeping a key ---------------------------------------------------------------------------------------------
@@ -88,8 +88,9 @@ class DeepSpeedReader(Reader):
         same = (usual and not row.lost_beside) or setting.origin == "auto" or self.raw(key) is None
         why = row.why or row.meaning
         loss = "harmless" if same else row.loss or "harmless"
-        self.extras.append(Extra(key, self.raw(key), why, loss, usual))
-        self.mark(name, verdict.kind, verdict.why or ("" if same else why), "" if name == key else key)
+        self.extras.append(Extra(key, self.raw(key), why, loss, usual, row.here))
+        told = "" if same or (loss == "harmless" and not row.why) else why
+        self.mark(name, verdict.kind, verdict.why or told, "" if name == key else key)
 
     def keep_rest(self) -> None:
         """Keep every known key that nobody has read; explain what is left."""

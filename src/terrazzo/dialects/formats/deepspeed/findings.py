@@ -57,8 +57,8 @@ def _auto(reader: DeepSpeedReader) -> Iterator[Finding]:
     """DeepSpeed has no "auto": it fails at the top, and drops it below."""
     keys = [key for key, value in reader.flat.items() if value == AUTO and key not in LITERAL]
     if keys:
-        shown = listed(keys, 6)
-        text = f"only Hugging Face's Trainer and Accelerate fill 'auto' ({shown}): DeepSpeed alone fails or drops it"
+        fills = "only Hugging Face's Trainer and Accelerate fill" if reader.context.fills_auto else "nobody fills"
+        text = f"{fills} 'auto' ({listed(keys, 6)}): DeepSpeed alone fails or drops it"
         yield Finding.warning(keys[0], text)
 
 

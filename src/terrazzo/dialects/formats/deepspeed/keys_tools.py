@@ -37,19 +37,20 @@ _COMPILE = {
         offload_parameters="weights are offloaded by a graph pass",
     ),
 }
-_HERE = "of a model that Terrazzo builds it is model.experts.{}"
 _ROUTING = "a model routes there as its own code and config.json say: remove it, and set it in the model's config.json"
-_WHOLE = "experts are dealt out whole, over tensor parallel ranks too: raise plan.mesh.ep"
+_WHOLE = "plan.mesh.ep, which deals experts out whole, over tensor parallel ranks too"
 _EXPERTS = {
     "enabled": Key(BOOLEAN, False, "experts of Hugging Face's models are dealt out to ranks"),
     "autoep_size": Key(integer(1), 1, "expert parallel degree"),
-    "expert_tensor_parallel_size": Key(integer(), 1, "tensor parallel degree within experts", "lossy", _WHOLE),
+    "expert_tensor_parallel_size": Key(integer(), 1, "tensor parallel degree within experts", "lossy", here=_WHOLE),
     "use_grouped_mm": Key(BOOLEAN, True, "one matrix product for all experts", "harmless"),
     "route_scale": Key(number(), 1.0, "factor on the router's weights", "refused", _ROUTING),
     "routed_scaling_factor": Key(ANY, "auto", "factor on the experts' output", "refused", _ROUTING),
-    "top_k": Key(ANY, "auto", "experts per token", "refused", _HERE.format("top_k")),
-    "score_func": Key(TEXT, "auto", "softmax or sigmoid", "refused", _HERE.format("scores")),
-    "score_apply": Key(TEXT, "auto", "scores before or after the experts", "refused", _HERE.format("apply")),
+    "top_k": Key(ANY, "auto", "experts per token", "refused", _ROUTING, here="model.experts.top_k"),
+    "score_func": Key(TEXT, "auto", "softmax or sigmoid", "refused", _ROUTING, here="model.experts.scores"),
+    "score_apply": Key(
+        TEXT, "auto", "scores before or after the experts", "refused", _ROUTING, here="model.experts.apply"
+    ),
     "combine_impl": Key(TEXT, "auto", "kernel that combines", "harmless"),
     "row_weighting_impl": Key(TEXT, "auto", "kernel that weights rows", "harmless"),
     "gate_up_impl": Key(TEXT, "separate", "gate and up projection apart or as one", "harmless"),
@@ -78,7 +79,7 @@ _EXPERTS = {
 }
 _TOP = {
     "datastates_ckpt": Key(ANY, None, "checkpoints by the package DataStates", "lossy"),
-    "steps_per_print": Key(ANY, None, "steps between printed lines", "harmless", "in Terrazzo: log.every"),
+    "steps_per_print": Key(ANY, None, "steps between printed lines", "harmless", here="log.every"),
     "log_level": Key(TEXT, None, "how much is logged", "harmless"),
     "vocabulary_size": Key(integer(), None, "a warning if it is no multiple of 8", "harmless"),
     "timers.throughput.enabled": Key(BOOLEAN, True, "throughput is measured", "harmless"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
@@ -83,7 +84,8 @@ def _within(
 ) -> Iterable[Finding]:
     """What is wrong with a whole DeepSpeed configuration, once Lightning has put in what it says itself."""
     trainer = {**values, "precision": values.get("precision") or "32-true"}
-    document, _, fault = configured(arguments, context, trainer)
+    document, own, fault = configured(arguments, context, trainer)
     if not fault:  # else the verdict of the key says it
         named = not isinstance(arguments["config"], Mapping)
-        yield from nested_findings(DEEPSPEED, document, context, where, named=named, leave=_SET_BY_LIGHTNING)
+        within, leave = replace(context, fills_auto=False), {*_SET_BY_LIGHTNING} - own
+        yield from nested_findings(DEEPSPEED, document, within, where, named=named, leave=leave)

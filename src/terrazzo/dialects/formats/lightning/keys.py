@@ -7,7 +7,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.keys import ANY, MISSING, NAME_LIST, TEXT, Key, Rows, Type, choice, integer, number, section
+from terrazzo.dialects.core.keys import (
+    ANY,
+    BOOLEAN,
+    MISSING,
+    NAME_LIST,
+    TEXT,
+    Key,
+    Rows,
+    Type,
+    choice,
+    integer,
+    number,
+    section,
+)
 from terrazzo.dialects.formats.lightning.precision import WORDS
 
 __all__ = [
@@ -82,8 +95,8 @@ _HARMLESS: Rows = {
     "val_check_interval": (None, "steps between validations"),
     "check_val_every_n_epoch": (1, "passes between validations"),
     "num_sanity_val_steps": (None, "batches of validation before training"),
-    "log_every_n_steps": Key(ANY, None, "steps between lines", "harmless", "in Terrazzo: log.every"),
-    "enable_checkpointing": (None, "write checkpoints"),
+    "log_every_n_steps": Key(ANY, None, "steps between lines", "harmless", here="log.every"),
+    "enable_checkpointing": Key(BOOLEAN, None, "write checkpoints", "harmless"),
     "enable_progress_bar": (None, "progress bar"),
     "enable_model_summary": (None, "summary of the model"),
     "benchmark": (None, "cuDNN's benchmark"),
@@ -140,7 +153,7 @@ _BUCKETS = (
     *("find_unused_parameters", "skip_all_reduce_unused_params", "broadcast_buffers", "forward_sync_buffers"),
 )
 _HOOK = "gradients are reduced by it, to other numbers: remove it, or say a dtype for gradients on the wire"
-_AVERAGED = "between averages ranks train by themselves: in Terrazzo it is plan.sync_every"
+_AVERAGED = "between averages ranks train by themselves"
 _CAST = "DDP's own policy has other dtypes than precision says: leave it out"
 _APART = "gradients of some parameters are reduced apart: leave it out"
 DDP = {
@@ -148,7 +161,9 @@ DDP = {
     "ddp_comm_hook": Key(ANY, None, "function in place of the reduction of gradients", "refused", _HOOK),
     "ddp_comm_wrapper": Key(ANY, None, "function around that one", "refused", _HOOK),
     "ddp_comm_state": Key(ANY, None, "what that function is given", "lossy", _HOOK),
-    "model_averaging_period": Key(ANY, None, "steps between averages of weights", "refused", _AVERAGED),
+    "model_averaging_period": Key(
+        ANY, None, "steps between averages of weights", "refused", _AVERAGED, here="plan.sync_every"
+    ),
     "mixed_precision": Key(ANY, None, "dtypes of weights and gradients", "refused", _CAST),
     "delay_all_reduce_named_params": Key(ANY, None, "parameters that are reduced apart", "lossy", _APART),
     "param_to_hook_all_reduce": Key(ANY, None, "parameter after which they are", "lossy", _APART),

@@ -226,7 +226,7 @@ def _configured(
     document, own_sections, fault = configured(strategy.arguments, context, trainer)
     if fault:
         return StrategyReading({}, [KeyVerdict(where, config, "refused", "", fault)], [])
-    nested = read_nested(DEEPSPEED, document, context, where, file=named)
+    nested = read_nested(DEEPSPEED, document, replace(context, fills_auto=False), where, file=named)
     added = {f"{where}.{name}" for name in set(document) - own_sections}
     verdicts = [verdict for verdict in nested.verdicts if not _is_of(verdict.key, added)]
     settings = {

@@ -19,6 +19,7 @@ from terrazzo.dialects.core.description import (
     Description,
     Setting,
     SettingsByPath,
+    as_text,
     asks_for_nothing,
 )
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
@@ -26,10 +27,11 @@ from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.formats.lightning.keys import KEYS
 from terrazzo.dialects.formats.lightning.precision import POLICY, WORDS, precision_row
-from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, joined, placed
+from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, filled, joined, placed, resolve_auto
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, wants_deepspeed
 from terrazzo.dialects.formats.shared.launcher import write_ranks
 from terrazzo.dialects.formats.shared.plan_rows import is_split
+from terrazzo.documents.dotted_keys import put
 
 __all__ = ["write"]
 
@@ -76,9 +78,13 @@ def _loop(draft: Draft) -> None:
         draft.lossy(path, "the data loader decides it there")
     if draft.value("training.compile"):
         draft.lossy("training.compile", "compile the model in configure_model")
-    for path in ("saving.when", "saving.every", "saving.keep_last"):
-        if draft.value(path) is not None:
-            draft.lossy(path, "say it to the ModelCheckpoint callback")
+    saving = ("saving.when", "saving.every", "saving.keep_last")
+    if draft.value("saving.when") == "never":
+        draft.put(saving, "trainer.enable_checkpointing", False)
+    else:
+        draft.lossy(
+            [path for path in saving if draft.value(path) is not None], "say it to the ModelCheckpoint callback"
+        )
     if draft.value("loading.low_memory"):
         draft.lossy("loading.low_memory", "build the model in configure_model")
     if draft.value("training.device") is not None:
@@ -245,7 +251,7 @@ def _precision(draft: Draft, kind: str) -> None:
                 path, f"it depends on the dtype in which the model is loaded; {word} is written: say --load-dtype"
             )
         else:
-            draft.lossy(path, f"under {word} it is {does.value}", "trainer.precision")
+            draft.lossy(path, f"under {word} it is {as_text(does.value)}", "trainer.precision")
 
 
 def _policy(draft: Draft) -> dict[str, Setting[Any]]:
@@ -284,6 +290,7 @@ def _deepspeed(draft: Draft, context: ReadingContext) -> Writing:
     config = deepcopy(inner.document)
     for key in ("gradient_accumulation_steps", "train_batch_size"):
         config.pop(key, None)
+    _fill(config, context)
     _clip(draft, sharded=False)
     config.pop("gradient_clipping", None)
     for name, word in (("bf16", "bf16-true"), ("fp16", "16-true")):
@@ -293,3 +300,12 @@ def _deepspeed(draft: Draft, context: ReadingContext) -> Writing:
     draft.write(f"{_STRATEGY}.class_path", f"{_CLASSES}.DeepSpeedStrategy")
     draft.write(f"{_ARGUMENTS}.config", config)
     return joined(draft, inner, f"{_ARGUMENTS}.config", own=("batch.", "training.clip"))
+
+
+def _fill(config: dict[str, Any], context: ReadingContext) -> None:
+    """Put values for "auto", as far as they are known; of a micro-batch Lightning asks the data loader."""
+    if config.get("train_micro_batch_size_per_gpu") == "auto":
+        del config["train_micro_batch_size_per_gpu"]
+    for key in filled(config):
+        if (value := resolve_auto(key, context).value) is not None:
+            put(config, key, value)

@@ -71,14 +71,14 @@ _STATE = choice({"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}, 
 _GRANULARITY = choice({"full": "full", "selective": "selective"}, fold=False)
 _WAY = choice({"uniform": "uniform", "block": "block"}, fold=False)
 _FORMAT = choice({"torch": "local", "torch_dist": "sharded", "torch_dcp": "sharded", "fsdp_dtensor": "sharded"})
-_HERE = "the model comes from your code there, or is built by model.{}"
+_MODEL = "the model comes from your code there"
 _RUN = "it does not change what is trained"
 
 
 def _model(default: object, meaning: str, key: str) -> Key:
     beside = "num-experts" if key.startswith("experts.") else "num-layers"
     kind = BOOLEAN if default is False else ANY
-    return Key(kind, default, meaning, "lossy", _HERE.format(key), "" if default is None else beside)
+    return Key(kind, default, meaning, "lossy", _MODEL, "" if default is None else beside, here=f"model.{key}")
 
 
 _PARALLEL = {
@@ -91,7 +91,7 @@ _PARALLEL = {
         None,
         "tensor parallel degree within experts; none: as of all else",
         "lossy",
-        "experts are dealt out whole, over tensor parallel ranks too: raise plan.mesh.ep",
+        here="plan.mesh.ep, which deals experts out whole, over tensor parallel ranks too",
     ),
     "cp-comm-type": Key(NAME_LIST, "p2p", "how ranks compute attention over a sequence: p2p, a2a, allgather, a2a+p2p"),
     "sequence-parallel": Key(BOOLEAN, False, "tensor parallel ranks split sequences between matrices"),
@@ -193,7 +193,7 @@ _SAVING = {
     "save": Key(TEXT, None, "folder of checkpoints"),
     "save-interval": Key(integer(1), None, "steps between checkpoints"),
     "save-retain-interval": Key(
-        ANY, None, "checkpoints at multiples of this are kept", "lossy", "in a Terrazzo configuration: keep_every"
+        ANY, None, "checkpoints at multiples of this are kept", "lossy", here="checkpoint.keep_every"
     ),
     "async-save": Key(BOOLEAN, False, "train on while a checkpoint is written"),
     "ckpt-format": Key(_FORMAT, "torch_dist", "torch (of these very ranks), torch_dist, torch_dcp or fsdp_dtensor"),
@@ -202,10 +202,10 @@ _SAVING = {
         BOOLEAN, False, "weights alone are loaded, and steps count from 0", "lossy", "weights are imported"
     ),
     "pretrained-checkpoint": Key(ANY, None, "weights that a run starts from", "lossy", "weights are imported there"),
-    "eval-interval": Key(ANY, None, "steps between evaluations", "harmless", "in Terrazzo: train.eval_every"),
-    "eval-iters": Key(ANY, 100, "micro-batches of an evaluation", "harmless", "in Terrazzo: train.eval_batches"),
-    "log-interval": Key(ANY, 100, "steps between lines", "harmless", "in Terrazzo: log.every"),
-    "tensorboard-dir": Key(ANY, None, "folder of event files", "harmless", "in Terrazzo: log.folder"),
+    "eval-interval": Key(ANY, None, "steps between evaluations", "harmless", here="train.eval_every"),
+    "eval-iters": Key(ANY, 100, "micro-batches of an evaluation", "harmless", here="train.eval_batches"),
+    "log-interval": Key(ANY, 100, "steps between lines", "harmless", here="log.every"),
+    "tensorboard-dir": Key(ANY, None, "folder of event files", "harmless", here="log.folder"),
     "yaml-cfg": Key(ANY, None, "a YAML file in place of arguments", "refused", "read that file, not this one"),
 }
 _SIZES = {
@@ -238,7 +238,7 @@ _SIZES = {
     "moe-z-loss-coeff": _model(None, "weight of the z loss", "experts.z_loss"),
     "moe-apply-probs-on-input": _model(False, "weights multiply what experts are given", "experts.apply: before"),
     **{
-        name: Key(ANY, None, meaning, "lossy", f"the data come from your code there, or from {key}")
+        name: Key(ANY, None, meaning, "lossy", "the data come from your code there", here=key)
         for name, meaning, key in (
             ("tokenizer-model", "file or name of the tokenizer", "data.tokenizer"),
             ("data-path", "tokenized files, with weights", "data.source, which is text"),
@@ -248,7 +248,7 @@ _SIZES = {
         )
     },
     "reset-attention-mask": Key(
-        BOOLEAN, False, "tokens see their own document alone", "lossy", "in Terrazzo: data.attention: document"
+        BOOLEAN, False, "tokens see their own document alone", "lossy", here="data.attention: document"
     ),
     "use-flash-attn": Key(BOOLEAN, False, "FlashAttention", "harmless", "the numbers are the same up to rounding"),
 }

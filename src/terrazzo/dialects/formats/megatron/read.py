@@ -75,7 +75,7 @@ def _mesh(reader: Reader) -> SettingsByPath:
         mode = (
             {"p2p": "ring", "allgather": "gather"}.get(next(iter(words)), "") if len(words) == 1 else "ring or gather"
         )
-        reader.keep(way.key, f"the numbers are the same; in Terrazzo: parallel.context.mode {mode}", loss="harmless")
+        reader.keep(way.key, "the numbers are the same", loss="harmless", here=f"parallel.context.mode: {mode}")
     elif way.origin == "file" and ranks.value > 1:
         reader.keep(way.key, "ranks share a sequence in one way, by all layers and nodes: parallel.context.mode")
     else:

@@ -8,22 +8,71 @@ reduces in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import DATA_AXIS_PATHS, LOADED, PARAMETER_DTYPES, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
+from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.shared.fsdp_policy import load_dtype
 from terrazzo.engine import LossScaling
 from terrazzo.words import DTYPE_SPELLINGS
 
-__all__ = ["AUTOCAST", "AXES", "stack_precision", "stays_as_loaded", "write_replica_axes"]
+__all__ = [
+    "AT_ONCE",
+    "AUTOCAST",
+    "AXES",
+    "axis_faults",
+    "read_axes",
+    "stack_precision",
+    "stays_as_loaded",
+    "write_replica_axes",
+]
 
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 """Axes of the mesh that a `ParallelismConfig` has a size for."""
 
 AUTOCAST = "Accelerate runs the forward under autocast: norms, softmax and losses compute in fp32"
+
+AT_ONCE = (
+    "GradientAccumulationPlugin(sync_each_batch=True) has each micro-batch's gradients reduced, and summed in fp32"
+)
+"""How gradients of several micro-batches are summed in fp32 under FSDP, which else sums what it has not reduced."""
+
+
+def read_axes(reader: Reader, key: str, *, fsdp: bool) -> SettingsByPath:
+    """Degrees of a `ParallelismConfig`. Without one all ranks are one axis; within it, a size that is not given is 1.
+
+    Args:
+        key: of an axis's size, with `{}` in the place of its name.
+        fsdp: whether FSDP shards: what else there is takes the ranks that are left, whatever dp_shard_size says.
+    """
+    settings = {f"mesh.{axis}": reader.take(key.format(axis)) for axis in AXES}
+    shards = settings["mesh.dp_shard"]
+    if not fsdp and shards.origin == "file":
+        reader.keep(shards.key, "nothing is split over it", loss="harmless")
+    if not fsdp or not any(size.origin == "file" for size in settings.values()):
+        settings["mesh.dp_shard"] = Setting(None, "default")
+    return settings
+
+
+def axis_faults(sizes: Mapping[str, int], stack: str) -> Iterator[tuple[str, str]]:
+    """The axes of a `ParallelismConfig` that Accelerate stops at or passes over, each with why.
+
+    Args:
+        sizes: by axis; one that is not given is 1.
+        stack: `fsdp1`, `fsdp2`, `deepspeed` or another.
+    """
+    if sizes["cp"] > 1 and sizes["sp"] > 1:
+        yield "cp", "cp and sp both split the sequence: Accelerate takes one of them"
+    if (sizes["tp"] > 1 or sizes["cp"] > 1) and sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1:
+        yield "dp_shard", "tp or cp beside plain replicas: Accelerate wants dp_shard_size above 1"
+    elif stack == "fsdp2" and sizes["dp_shard"] == 1 and sizes["cp"] == 1:
+        yield "dp_shard", "it is 1, also where it is not given: there is nothing to shard over, and Accelerate stops"
+    if sizes["sp"] > 1 and stack != "deepspeed":
+        yield "sp", "Accelerate splits sequences by Ulysses under DeepSpeed alone"
 
 
 def stays_as_loaded(wanted: str) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.formats.torchtitan.keys import KEYS, OPAQUE
+from terrazzo.dialects.formats.torchtitan.torchtitan_reader import TorchtitanReader
 from terrazzo.documents.dotted_keys import flatten
 
 __all__ = ["findings"]
@@ -19,7 +20,12 @@ HF_STORAGE = (2, 9)
 
 def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """What torchtitan refuses of a document, or takes otherwise than it looks."""
-    yield from _together(reading.values, flatten(reading.document, OPAQUE), reading.description.value("mesh.pp") != 1)
+    flat, pipelined = flatten(reading.document, OPAQUE), reading.description.value("mesh.pp") != 1
+    yield from _together(reading.values, flat)
+    graphs = not reading.values.get("training.disable_cuda_graphs")
+    if pipelined and graphs and not TorchtitanReader(reading.document, context).earlier:
+        text = "CUDA graphs are on by default and do not support pipelines: say training.disable_cuda_graphs: true."
+        yield Finding.error("parallelism.pipeline_parallel_degree", text)
     if not reading.description["training.loss_mean"].is_set:
         text = (
             "a step's loss is a mean over all of its tokens since torchtitan 0.2.2, and one over micro-batches before:"
@@ -32,15 +38,12 @@ def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         yield Finding("checkpoint.last_save_in_hf", "error" if torch_version < (2, 8) else "warning", text)
 
 
-def _together(values: Mapping[str, Any], flat: Mapping[str, Any], pipelined: bool) -> Iterable[Finding]:
+def _together(values: Mapping[str, Any], flat: Mapping[str, Any]) -> Iterable[Finding]:
     """Combinations that torchtitan refuses, or that do nothing; `flat` is as in the file."""
 
     def get(key: str) -> Any:
         return values.get(key, KEYS[key].default)
 
-    if pipelined and not get("training.disable_cuda_graphs"):
-        text = "CUDA graphs are on by default and do not support pipelines: say training.disable_cuda_graphs: true."
-        yield Finding.error("parallelism.pipeline_parallel_degree", text)
     budget = str(flat.get("activation_checkpoint.type", flat.get("activation_checkpoint"))).lower() == "memorybudgetac"
     if (budget or "activation_checkpoint.memory_budget" in flat) and not get("compile.enable"):
         text = "MemoryBudgetAC needs the compiled model: say compile.enable: true."

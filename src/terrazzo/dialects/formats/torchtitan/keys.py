@@ -49,6 +49,7 @@ _HF = choice({True: "hf", False: "none"})
 _MODEL = "the model and its data come from your code there"
 _PIPELINE = "how a pipeline is cut and run is a matter of the library"
 _RUN = "it does not change what is trained"
+_KERNELS = "the library chooses operators whose results are the same in each run, or for each size of a batch"
 _DEALT = "how the sequence is dealt out is the library's"
 _DETAILS = "details of recomputation are the library's"
 _COMPILED = "what is compiled, and by what, the library decides"
@@ -65,7 +66,7 @@ _OTHERS = {
     "profiler": "enable_profiling save_traces_folder profile_freq profiler_repeat profiler_skip_first"
     " profiler_skip_first_wait profiler_active profiler_warmup enable_memory_snapshot memory_snapshot_freq"
     " save_memory_snapshot_folder memory_snapshot_max_entries trace_post_processor",
-    "debug": "spmd_typechecking deterministic_warn_only detect_anomaly batch_invariant"
+    "debug": "spmd_typechecking deterministic_warn_only detect_anomaly"
     " print_config save_config_file enable_structured_logging",
 }
 
@@ -172,7 +173,8 @@ _CHECKPOINT: Rows = {
 }
 _DEBUG: Rows = {
     "seed": Key(integer(), None, "seed of the run"),
-    "deterministic": (False, "deterministic operators"),
+    "deterministic": Key(BOOLEAN, False, "deterministic operators", "lossy", _KERNELS),
+    "batch_invariant": Key(BOOLEAN, False, "operators that go by no size of a batch", "lossy", _KERNELS),
     "moe_force_load_balance": Key(BOOLEAN, False, "experts are dealt out in turn", "refused", _IN_TURN),
     **_untold(_OTHERS["debug"]),
 }

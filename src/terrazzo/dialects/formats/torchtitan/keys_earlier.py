@@ -51,7 +51,7 @@ _CUT = "how a pipeline is cut and run is a matter of the library"
 _RUN = "it does not change what is trained"
 _SAME = "the numbers are the same"
 _ON = "model.converters switches it on"
-_WHOLE = "experts are dealt out whole: raise plan.mesh.ep"
+_WHOLE = "plan.mesh.ep, which deals experts out whole"
 _AT_ONCE = "gradients are clipped, and steps are taken, behind backward: remove it"
 _LISTED = Type(
     "a list of names",
@@ -140,7 +140,7 @@ EARLIER: dict[str, Key] = {
     ),
     "parallelism.pipeline_parallel_split_points": Key(ANY, [], "first layers of the stages", "lossy", _CUT),
     "parallelism.expert_tensor_parallel_degree": Key(
-        integer(1), 1, "tensor parallel degree within experts", "lossy", _WHOLE
+        integer(1), 1, "tensor parallel degree within experts", "lossy", here=_WHOLE
     ),
     **section("", _plain(*_TUNING), "harmless", _SAME),
     "checkpoint.interval_type": Key(TEXT, "steps", "unit of checkpoint.interval", "lossy", "it is counted in steps"),

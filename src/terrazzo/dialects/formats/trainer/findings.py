@@ -10,11 +10,14 @@ from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings, resolve_auto
+from terrazzo.dialects.formats.shared.accelerate_stack import AXES, axis_faults
 from terrazzo.dialects.formats.trainer.keys import GONE, MATCHED, RENAMED
-from terrazzo.dialects.formats.trainer.trainer_reader import averages_tokens
+from terrazzo.dialects.formats.trainer.trainer_reader import default_of
 from terrazzo.documents.dotted_keys import flatten
 
 __all__ = ["findings"]
+
+_VERSION = "fsdp_config.version"
 
 
 def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
@@ -25,26 +28,36 @@ def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     document = reading.document
     values = reading.values
     yield from _together(document, values)
+    yield from _axes(document, values, context)
     yield from _best_at_end(values)
     yield from _schedule(document, values)
     if values.get("fsdp"):
         yield from _fsdp(values)
     yield from _deepspeed(document, values, context)
-    yield from _moved(document, reading.description, context)
+    yield from _moved(document, values, reading.description, context)
     saves = values.get("save_strategy", "steps") != "no" and not values.get("save_only_model")
     if document.get("distributed_config") and saves:
         text = "the Trainer raises for a model sharded by distributed_config: say save_only_model: true."
         yield Finding.error("distributed_config", text)
 
 
-def _moved(document: ConfigDocument, description: Description, context: ReadingContext) -> Iterable[Finding]:
-    """A default that was another in transformers 4, of a document with words that 5 has no longer."""
+def _moved(
+    document: ConfigDocument, values: Mapping[str, Any], description: Description, context: ReadingContext
+) -> Iterable[Finding]:
+    """Defaults that were others in transformers 4, of a document with words that 5 has no longer, or deprecates."""
     key, older = "average_tokens_across_devices", [name for name in document if name in RENAMED or name in GONE]
     alone = description.value("mesh.world") == 1
-    if older and key not in document and averages_tokens(context) and not alone:
+    if older and key not in document and default_of(key, context) and not alone:
         text = (
             f"it is not given, and {older[0]} is a word of transformers 4, where the loss was a mean over each rank's"
             " tokens up to 4.53; it is read as one over all ranks' tokens, which it is since: set it"
+        )
+        yield Finding.warning(key, text)
+    key, worded = _VERSION, isinstance(document.get("fsdp"), str | list) and bool(document["fsdp"])
+    if worded and values.get(key) is None and default_of(key, context) == 2:
+        text = (
+            "it is not given, and words in fsdp are of transformers 4, where it was 1, as up to 5.9; it is read as 2,"
+            " which it is since: set it"
         )
         yield Finding.warning(key, text)
 
@@ -52,12 +65,21 @@ def _moved(document: ConfigDocument, description: Description, context: ReadingC
 def _together(document: ConfigDocument, values: Mapping[str, Any]) -> Iterable[Finding]:
     if document.get("fsdp") and document.get("deepspeed"):
         yield Finding.error("fsdp", "the Trainer raises when both fsdp and deepspeed are on: keep one.")
-    if (values.get("parallelism_config.sp_size") or 1) != 1 and not document.get("deepspeed"):
-        text = "Accelerate splits sequences by Ulysses under DeepSpeed alone: say deepspeed, or cp_size with fsdp."
-        yield Finding.error("parallelism_config.sp_size", text)
     named = values.get("torch_compile_backend") or values.get("torch_compile_mode")
     if named and values.get("torch_compile") is False:
         yield Finding.warning("torch_compile", "a backend or mode is named, which turns torch_compile on.")
+
+
+def _axes(document: ConfigDocument, values: Mapping[str, Any], context: ReadingContext) -> Iterable[Finding]:
+    """What Accelerate, which gets it as it is, refuses of `parallelism_config`, where no `distributed_config` is."""
+    if not document.get("parallelism_config") or document.get("distributed_config"):
+        return
+    stack = "deepspeed" if document.get("deepspeed") else "fsdp2" if values.get("fsdp") else "ddp"
+    if stack == "fsdp2" and (values.get(_VERSION) or default_of(_VERSION, context)) == 1:
+        yield Finding.error("parallelism_config", "Accelerate takes it with version 2 of FSDP alone.")
+    sizes = {axis: values.get(f"parallelism_config.{axis}_size") or 1 for axis in AXES}
+    for axis, text in axis_faults(sizes, stack):
+        yield Finding.error(f"parallelism_config.{axis}_size", f"{text}.")
 
 
 def _best_at_end(values: Mapping[str, Any]) -> Iterable[Finding]:

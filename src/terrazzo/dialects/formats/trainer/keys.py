@@ -10,6 +10,7 @@ from terrazzo.dialects.formats.shared.fsdp_words import VERSION
 
 __all__ = [
     "ALIASES",
+    "AT_ONCE",
     "DISTRIBUTED",
     "EIGHT_BITS",
     "FIELDS",
@@ -133,7 +134,7 @@ _HARMLESS: Rows = {
     "use_cache": (False, "key-value cache in training"),
     "torch_empty_cache_steps": (None, "steps between empties of the allocator's cache"),
     "logging_strategy": ("steps", "when a line is logged"),
-    "logging_steps": Key(ANY, 500, "steps between lines", "harmless", "in Terrazzo: log.every"),
+    "logging_steps": Key(ANY, 500, "steps between lines", "harmless", here="log.every"),
     "logging_first_step": (False, "log the first step"),
     "log_on_each_node": (True, "log on every node"),
     "logging_nan_inf_filter": (True, "hide losses that are not finite"),
@@ -148,7 +149,7 @@ _HARMLESS: Rows = {
     "trackio_bucket_id": (None, "Trackio"),
     "trackio_static_space_id": (None, "Trackio"),
     "eval_strategy": ("no", "when to evaluate"),
-    "eval_steps": Key(ANY, None, "steps between evaluations", "harmless", "in Terrazzo: train.eval_every"),
+    "eval_steps": Key(ANY, None, "steps between evaluations", "harmless", here="train.eval_every"),
     "eval_delay": (0, "steps before the first evaluation"),
     "per_device_eval_batch_size": (8, "sequences of evaluation on one rank"),
     "prediction_loss_only": (False, "evaluate the loss only"),
@@ -318,6 +319,8 @@ _ACCELERATOR: Rows = {
     "use_configured_state": (False, "an Accelerator's state is made before"),
 }
 """Keys of `accelerator_config`, Accelerate's AcceleratorConfig."""
+AT_ONCE = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
+"""Whether gradients are reduced in each micro-batch rather than in the last of a step."""
 _PARALLELISM: Rows = {
     **{f"{axis}_size": Key(integer(1), 1, "", null=True) for axis in AXES},
     **{f"{axis}_backend": (None, "") for axis in ("cp", "sp")},

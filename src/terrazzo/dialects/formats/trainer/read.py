@@ -8,8 +8,10 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.keys import BOOLEAN
+from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.shared.accelerate_stack import stack_precision
-from terrazzo.dialects.formats.trainer.keys import EIGHT_BITS, MATCHED
+from terrazzo.dialects.formats.trainer.keys import AT_ONCE, EIGHT_BITS, MATCHED
 from terrazzo.dialects.formats.trainer.read_loop import read_loop
 from terrazzo.dialects.formats.trainer.read_parallel import read_parallel, stack_of
 from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader
@@ -54,8 +56,12 @@ def _precision(reader: TrainerReader, stack: str, settings: Mapping[str, Setting
         half = Setting("bf16" if mixed.value else None, mixed.origin, mixed.key)
     if stack == "deepspeed":
         return {}
-    deferred = settings["batch.accumulation"].value > 1
-    return stack_precision(stack, half, deferred, reader.context)
+    at_once = reader.take_as(AT_ONCE, BOOLEAN, False) if stack in ("fsdp1", "fsdp2") else Setting(False, "default")
+    deferred = settings["batch.accumulation"].value > 1 and not at_once.value
+    dtypes = stack_precision(stack, half, deferred, reader.context)
+    if at_once.origin == "file":
+        dtypes["precision.accumulate"] = derived(dtypes["precision.accumulate"].value, at_once, origin="file")
+    return dtypes
 
 
 def _narrow(reader: TrainerReader, settings: SettingsByPath) -> None:

@@ -7,14 +7,17 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.keys import BOOLEAN, choice
 from terrazzo.dialects.core.reader import derived
-from terrazzo.dialects.formats.shared.accelerate_stack import AXES
+from terrazzo.dialects.formats.shared.accelerate_stack import read_axes
 from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, NUMBERED, STRATEGIES, offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID, row_settings
 from terrazzo.dialects.formats.trainer.keys import FSDP_VERSION_1
-from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader
+from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader, is_before
 
 __all__ = ["read_parallel", "stack_of"]
 
+_VERSION = "fsdp_config.version"
+_ASKS_VERSION, _ASKS_SECTION = (5, 0, 0), (5, 10, 0)
+"""The first releases that ask `fsdp_config` for a version, and for what else words in `fsdp` had said alone."""
 _BY_NUMBER = {str(number): row for number, row in NUMBERED.items()}
 
 
@@ -28,31 +31,22 @@ def stack_of(reader: TrainerReader) -> str:
 
 
 def fsdp_version(reader: TrainerReader) -> int:
-    """FSDP's version, as `fsdp_config` says."""
-    return 1 if str(reader.raw("fsdp_config.version", 2)) == "1" else 2
+    """FSDP's version, as `fsdp_config` says, and transformers 4 does not ask: it knows the first alone."""
+    told = None if is_before(_ASKS_VERSION, reader.context) else reader.raw(_VERSION)
+    return 1 if str(reader.default(_VERSION) if told is None else told) == "1" else 2
 
 
 def read_parallel(reader: TrainerReader, stack: str) -> SettingsByPath:
     """Row, mesh, units, offload, prefetch, loading and the kind of checkpoint."""
-    mesh = _parallelism(reader)
+    mesh = read_axes(reader, "parallelism_config.{}_size", fsdp=stack in ("fsdp1", "fsdp2"))
+    for name in ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler"):
+        reader.keep(f"parallelism_config.{name}", "details of Accelerate's own axes")
     if stack in ("fsdp1", "fsdp2"):
         settings = _fsdp(reader, stack, mesh)
     else:
         _without_fsdp(reader, stack)
         settings = _native(reader) if stack == "native" else _ddp()
     return {**mesh, **settings}
-
-
-def _parallelism(reader: TrainerReader) -> SettingsByPath:
-    """Accelerate's ParallelismConfig, as a mapping."""
-    settings: SettingsByPath = {}
-    for axis in AXES:
-        settings[f"mesh.{axis}"] = reader.take(f"parallelism_config.{axis}_size")
-    if "parallelism_config" not in reader or settings["mesh.dp_shard"].origin == "default":
-        settings["mesh.dp_shard"] = Setting(None, "default")
-    for name in ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler"):
-        reader.keep(f"parallelism_config.{name}", "details of Accelerate's own axes")
-    return settings
 
 
 def _ddp() -> SettingsByPath:
@@ -78,19 +72,21 @@ def _without_fsdp(reader: TrainerReader, stack: str) -> None:
 
 
 def _fsdp(reader: TrainerReader, stack: str, mesh: SettingsByPath) -> SettingsByPath:
-    version = reader.take("fsdp_config.version")
+    version, told = fsdp_version(reader), reader.take(_VERSION)
+    if told.origin == "file" and told.value != version:
+        reader.refuse(_VERSION, "transformers 4 passes over it, and runs FSDP1: remove it, or take transformers 5")
     words = _legacy(reader)
-    row = _row_of(reader, version.value, words)
+    row = _row_of(reader, version, words)
     replicas = mesh["mesh.dp_replicate"]
     sources = [Setting(True, "file", "fsdp"), row]
     name = row.value
-    if version.value == 2 and (replicas.value or 1) > 1 and name in HYBRID:
+    if version == 2 and (replicas.value or 1) > 1 and name in HYBRID:
         name, sources = HYBRID[name], [*sources, replicas]
-    units = _fsdp_units(reader, version.value)
+    units = _worded_units(reader, words) if _is_worded(reader) else _fsdp_units(reader, version)
     settings = {**row_settings(name, *sources), **units, **_offload(reader, words), **_state(reader)}
     if name.startswith("hybrid") and replicas.origin == "default":
         settings["mesh.dp_replicate"] = derived(None, row, origin="default")
-    return {**settings, **_prefetch(reader, version.value), **_loading(reader, version.value)}
+    return {**settings, **_prefetch(reader, version), **_loading(reader, version)}
 
 
 def _legacy(reader: TrainerReader) -> dict[str, Any]:
@@ -107,6 +103,8 @@ def _legacy(reader: TrainerReader) -> dict[str, Any]:
             meanings["row"] = STRATEGIES[word]
         elif word == "offload":
             meanings["offload"] = True
+        elif word == "auto_wrap":
+            meanings["wraps"] = True
     reader.mark("fsdp", "renamed", "words are deprecated: say fsdp: true, and the rest in fsdp_config")
     if wrong or meanings.get("row") not in (None, "zero3", "shard_grad_op"):
         reader.keep("fsdp", "a word of FSDP's first version")
@@ -125,6 +123,9 @@ def _row_of(reader: TrainerReader, version: int, words: dict[str, Any]) -> Setti
     key = "fsdp_config.reshard_after_forward"
     legacy = words.get("row")
     fallback = Setting(legacy or "zero3", "file", "fsdp")
+    if is_before(_ASKS_VERSION, reader.context):  # it tells the environment
+        reader.refuse(key, "transformers 4 passes over it: say fsdp: shard_grad_op or another word")
+        return fallback
     if version == 1:
         return _passed_over(reader, _strategy(reader, fallback) if key in reader else fallback)
     if key in reader:
@@ -175,7 +176,30 @@ def _fsdp_units(reader: TrainerReader, version: int) -> SettingsByPath:
     return {"units.policy": derived("auto", policy, origin=policy.origin)}
 
 
+def _is_worded(reader: TrainerReader) -> bool:
+    return is_before(_ASKS_SECTION, reader.context)
+
+
+def _worded_units(reader: TrainerReader, words: dict[str, Any]) -> SettingsByPath:
+    """Units as `auto_wrap` among the words has them: without it the whole model is one."""
+    classes, size = (reader.take(f"fsdp_config.{key}") for key in ("transformer_layer_cls_to_wrap", "min_num_params"))
+    reader.refuse("fsdp_config.auto_wrap_policy", "before transformers 5.10 it is passed over: say auto_wrap in fsdp")
+    if not words.get("wraps"):
+        for told in (classes, size):
+            if told.value:
+                reader.refuse(told.key, "before transformers 5.10 nothing looks at it without auto_wrap in fsdp")
+        return {"units.policy": Setting("none", "file", "fsdp")}
+    if size.value:
+        return {"units.policy": derived("min_numel", size, origin="file"), "units.min_numel": size}
+    if classes.value:
+        return {"units.policy": derived("classes", classes, origin="file"), "units.classes": classes}
+    return {"units.policy": Setting("auto", "file", "fsdp")}
+
+
 def _offload(reader: TrainerReader, words: dict[str, Any]) -> SettingsByPath:
+    if _is_worded(reader):
+        reader.refuse("fsdp_config.cpu_offload", "before transformers 5.10 it is passed over: say offload in fsdp")
+        return offload(Setting(True, "file", "fsdp") if words.get("offload") else Setting(False, "default"))
     moved = reader.take("fsdp_config.cpu_offload")
     if moved.origin == "default" and words.get("offload"):
         moved = Setting(True, "file", "fsdp")

@@ -15,7 +15,7 @@ from terrazzo.dialects.formats.trainer.keys import ALIASES, FIELDS, FSDP_KEYS, G
 from terrazzo.documents.dotted_keys import flatten, without
 from terrazzo.messages import did_you_mean
 
-__all__ = ["TrainerReader", "averages_tokens", "canonical_key"]
+__all__ = ["TrainerReader", "canonical_key", "default_of", "is_before"]
 
 _OPAQUE: tuple[str, ...] = ("lr_scheduler_kwargs", "fsdp_config.xla_fsdp_settings", "parallelism_config.tp_handler")
 _OPAQUE += ("parallelism_config.cp_handler", "parallelism_config.sp_handler", "distributed_config.fsdp_plan")
@@ -24,13 +24,22 @@ _PREFIX = "fsdp_config.fsdp_"
 _TODAY = ALIASES | RENAMED
 _LAST = "5.23.0"
 """The release of transformers that the reader was held against."""
-_AVERAGES_TOKENS = (4, 54, 0)
-"""The first release whose loss is a mean over the tokens of all ranks where nothing is said."""
+_MOVED: Mapping[str, tuple[tuple[int, int, int], Any]] = {
+    "average_tokens_across_devices": ((4, 54, 0), False),
+    "fsdp_config.version": ((5, 10, 0), 1),
+}
+"""Defaults that were others: the first release of today's, and what held before."""
 
 
-def averages_tokens(context: ReadingContext) -> bool:
-    """The default of `average_tokens_across_devices`."""
-    return context.version("transformers", _LAST) >= _AVERAGES_TOKENS
+def is_before(release: tuple[int, int, int], context: ReadingContext) -> bool:
+    """Whether the document is for an earlier release of transformers."""
+    return context.version("transformers", _LAST) < release
+
+
+def default_of(key: str, context: ReadingContext) -> Any:
+    """The default of a key in the context's release."""
+    since, before = _MOVED.get(key, ((0, 0, 0), None))
+    return before if is_before(since, context) else KEYS[key].neutral
 
 
 def canonical_key(key: str) -> str:
@@ -120,7 +129,7 @@ class TrainerReader(Reader):
 
     def default(self, key: str) -> Any:
         """The default in this release."""
-        return averages_tokens(self.context) if key == "average_tokens_across_devices" else super().default(key)
+        return default_of(key, self.context)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import DATA_AXIS_PATHS, LOADED, PATHS, SHARDING_PATHS, TIER_PATHS, Setting
+from terrazzo.dialects.core.description import (
+    DATA_AXIS_PATHS,
+    LOADED,
+    PATHS,
+    SHARDING_PATHS,
+    TIER_PATHS,
+    Setting,
+    as_text,
+)
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.shared.accelerate_stack import (
@@ -13,6 +21,7 @@ from terrazzo.dialects.formats.shared.accelerate_stack import (
 )
 from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, bare_classes, write_offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, one_axis, shard_ranks
+from terrazzo.dialects.formats.trainer.keys import AT_ONCE
 
 __all__ = ["write_ddp", "write_fsdp", "write_precision"]
 
@@ -179,6 +188,8 @@ def write_precision(draft: Draft, stack: str, deferred: bool, context: ReadingCo
             )
         elif does.value == LOADED and path not in ("precision.buffers", "precision.loss_scaling"):
             draft.lossy(path, stays_as_loaded(wanted.value))
+        elif path == "precision.accumulate" and stack == "fsdp2" and deferred:
+            draft.lossy(path, f"gradients are summed in {does.value} until they are reduced, or with {AT_ONCE} in fp32")
         else:
             draft.lossy(path, _difference(stack, path, does.value))
     if draft.value("precision.static_loss_scale"):
@@ -191,7 +202,7 @@ def _difference(stack: str, path: str, does: str | None) -> str:
     """Why a dtype is another one, and there is no key for it."""
     if does == LOADED:
         return f"{path} keeps the dtype in which the model is loaded: cast it in the model"
-    return f"{_words(stack)} has {does or 'none'} for {path}, and no key"
+    return f"{_words(stack)} has {as_text(does)} for {path}, and no key"
 
 
 def _words(stack: str) -> str:
