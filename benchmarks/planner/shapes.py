@@ -42,6 +42,7 @@ def transformer(sizes: Sizes) -> ModelShape:
         rotated=sizes.hidden // sizes.heads if sizes.rotary else 0,
         norm=sizes.norm,
         dropout=sizes.dropout,
+        attention_dropout=sizes.dropout,
     )
     root = [TensorShape("embedding", (sizes.vocab, sizes.hidden), "embedding", "vocab")]
     if sizes.learned:

@@ -29,7 +29,9 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int, kv_heads: int | None =
     kv_heads = kv_heads or heads
     head_dim = hidden // heads
     fused, ffn = hidden + 2 * kv_heads * head_dim, 4 * hidden
-    block = BlockShape(hidden, heads, kv_heads, head_dim, ffn, gated=False, norm="layer", dropout=True)
+    block = BlockShape(
+        hidden, heads, kv_heads, head_dim, ffn, gated=False, norm="layer", dropout=True, attention_dropout=True
+    )
     tensors = (
         *(TensorShape(name, (hidden,), "vector") for name in ("norm", "norm_bias", "mlp_norm", "mlp_norm_bias")),
         TensorShape("qkv", (fused, hidden), "matrix", "column"),

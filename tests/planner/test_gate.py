@@ -124,7 +124,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "terrazzo", {"strategy": Plan("D", "D", "D@cpu", "D")}, "terrazzo", {"strategy": "zero3@cpu"},
     ),
     # what the engine does not run yet
-    "kernel with a soft cap": (
+    "fused kernel for attention that keeps its scores": (
         "terrazzo", {"model": "gemma2-2b", "attention": "flash"}, "terrazzo", {"model": "gemma2-2b"},
     ),
     "empty rows": ("terrazzo", {"global_batch": 40}, "terrazzo", {"global_batch": 48}),

@@ -205,9 +205,13 @@ def plain_gelu(x: Tensor) -> Tensor:
 
 def test_a_gelu_in_plain_operators_saves_three_tensors_more() -> None:
     module = GPTBlock(plain_gelu)
-    block = BlockShape(WIDTH, HEADS, HEADS, WIDTH // HEADS, 4 * WIDTH, gated=False, norm="layer", plain_gelu=True)
+    block = BlockShape(
+        WIDTH, HEADS, HEADS, WIDTH // HEADS, 4 * WIDTH, gated=False, norm="layer", nonlinearity="plain_gelu"
+    )
     assert promised(block, torch.float32) == pytest.approx(saved_bytes(module, module, torch.float32), rel=0.02)
-    assert promised(block, torch.float32, compile=True) == promised(replace(block, plain_gelu=False), torch.float32)
+    assert promised(block, torch.float32, compile=True) == promised(
+        replace(block, nonlinearity="kernel"), torch.float32
+    )
 
 
 def test_megatron_core_keeps_what_its_fused_kernels_do() -> None:
@@ -216,7 +220,9 @@ def test_megatron_core_keeps_what_its_fused_kernels_do() -> None:
     """
     elements = 4 * WIDTH + 2 * (HEADS + KV_HEADS) * (WIDTH // HEADS) + 3 * FFN
     assert promised(LLAMA_BLOCK, torch.bfloat16, CUDA, framework=Framework("megatron")) == 2 * TOKENS * elements
-    gpt2 = BlockShape(WIDTH, HEADS, HEADS, WIDTH // HEADS, 4 * WIDTH, gated=False, norm="layer", plain_gelu=True)
+    gpt2 = BlockShape(
+        WIDTH, HEADS, HEADS, WIDTH // HEADS, 4 * WIDTH, gated=False, norm="layer", nonlinearity="plain_gelu"
+    )
     assert promised(gpt2, torch.bfloat16, CUDA, framework=Framework("megatron")) == 2 * TOKENS * 16 * WIDTH
 
 

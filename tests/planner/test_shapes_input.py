@@ -76,15 +76,15 @@ def test_fields_that_no_model_can_have(change: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("rates", "drops"),
     [
-        ({}, True),
-        ({"attn_pdrop": 0.0}, True),
-        ({"resid_pdrop": 0.0}, True),
-        ({"attn_pdrop": 0.0, "resid_pdrop": 0}, False),
+        ({}, (True, True)),
+        ({"attn_pdrop": 0.0}, (True, False)),
+        ({"resid_pdrop": 0.0}, (False, True)),
+        ({"attn_pdrop": 0.0, "resid_pdrop": 0}, (False, False)),
     ],
 )
-def test_a_rate_of_dropout_that_is_given_hides_no_other(rates: dict[str, Any], drops: bool) -> None:
+def test_a_rate_of_dropout_that_is_given_hides_no_other(rates: dict[str, Any], drops: tuple[bool, bool]) -> None:
     shape = model_shape({"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2} | rates)
-    assert [unit.block and unit.block.dropout for unit in shape.repeated] == [drops]
+    assert [unit.block and (unit.block.dropout, unit.block.attention_dropout) for unit in shape.repeated] == [drops]
 
 
 @pytest.mark.parametrize("field", [key for key in LLAMA if key not in ("model_type", "num_key_value_heads")])

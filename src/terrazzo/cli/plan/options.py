@@ -203,7 +203,7 @@ class PlanArguments:
     attention: str | None = _training(
         "--attention KIND",
         "flash (default), the faster cudnn and flash3 of Hopper and later, the older triton, or math: scores are kept "
-        "(default where they have a soft cap)",
+        "(default where torch or transformers have no fused kernel)",
         "attention",
     )
     loss: str | None = _training(

@@ -8,6 +8,7 @@ from terrazzo.planner.machine.devices import DRIVE_RATED_BYTES
 from terrazzo.planner.machine.mesh import RankGroup, group_of
 from terrazzo.planner.machine.network import Network
 from terrazzo.planner.memory.tiers import host_writes
+from terrazzo.planner.setup.kernels import why_unfused
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.timeline import idle_of_equal_stages
 from terrazzo.planner.traffic.exchanges import expert_group, model_parallel_moves
@@ -63,6 +64,7 @@ class Facts:
         vocab, layers, positions, experts: the model's; `padded_vocab` is what ranks along tp can share evenly.
         tp, pp, cp, ep: ranks along these axes; `stages`: of the pipeline, in which a rank may have several.
         shard_ranks: of a shard group; `neighbours` with those along tp between them.
+        unfused: why attention keeps its scores by itself, or None.
         fast_domain: how many ranks fast links join.
         gpus: of the run; host_ranks: of a full host; last_host: of the last; full_hosts: as many as fill hosts.
         split_axis, split_ranks, split_span: of `split_group`.
@@ -84,7 +86,7 @@ class Facts:
             model.positions,
             model.experts,
         )
-        self.attention = setup.attention
+        self.attention, self.unfused = setup.attention, why_unfused(model, device)
         self.sequence, self.micro_batches = setup.sequence, setup.micro_batches
         self.tp, self.pp, self.cp, self.ep = mesh.tp, mesh.pp, mesh.cp, mesh.ep
         self.global_batch, self.empty_rows, self.rows = setup.global_batch, setup.empty_rows, setup.rows

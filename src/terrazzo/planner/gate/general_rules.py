@@ -86,7 +86,7 @@ def _fp16_without_loss_scaling(setup: Setup) -> bool:
     source="Dao-AILab/flash-attention README; torch.nn.attention.SDPBackend",
 )
 def _flash_attention_before_ampere(setup: Setup) -> bool:
-    return setup.attention != "math" and setup.cluster.device.lacks("bf16")
+    return not setup.keeps_scores and setup.cluster.device.lacks("bf16")
 
 
 @everywhere.warns(

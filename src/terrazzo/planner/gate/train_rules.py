@@ -5,6 +5,7 @@ from __future__ import annotations
 from terrazzo.parallel.transformers_support import CHANGED_LOGITS
 from terrazzo.planner.gate.rule import RuleBook
 from terrazzo.planner.model.shapes import BUILT_IN
+from terrazzo.planner.setup.kernels import why_unfused
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["TRAIN_RULES"]
@@ -141,13 +142,17 @@ def _compiled_attention_that_exchanges(setup: Setup) -> bool:
 
 
 @terrazzo.plans(
-    "kernel with a soft cap",
-    reason="{model} caps its scores, which `terrazzo train` computes eagerly and keeps.",
-    alternative="Leave the attention open, or take a kernel with a soft cap in a loop of your own.",
-    source="transformers: attn_implementation eager where a model does not support sdpa (Gemma-2)",
+    "fused kernel for attention that keeps its scores",
+    reason="{unfused}, so that `terrazzo train` keeps all scores.",
+    alternative="Leave the attention open, or take a fused kernel in a loop of your own.",
+    source="terrazzo.planner.setup.kernels.unfused_by_itself",
 )
-def _kernel_with_a_soft_cap(setup: Setup) -> bool:
-    return setup.attention != "math" and setup.model.soft_caps
+def _fused_kernel_for_attention_that_keeps_its_scores(setup: Setup) -> bool:
+    return not setup.keeps_scores and _unfused(setup)
+
+
+def _unfused(setup: Setup) -> bool:
+    return why_unfused(setup.model, setup.cluster.device) is not None
 
 
 @terrazzo.plans(
@@ -160,7 +165,7 @@ def _kernel_with_a_soft_cap(setup: Setup) -> bool:
     source="terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
 )
 def _attention_that_keeps_its_scores(setup: Setup) -> bool:
-    return setup.attention == "math" and not setup.model.soft_caps
+    return setup.keeps_scores and not _unfused(setup)
 
 
 @terrazzo.plans(
@@ -170,7 +175,7 @@ def _attention_that_keeps_its_scores(setup: Setup) -> bool:
     source="terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
 )
 def _kernel_that_no_configuration_names(setup: Setup) -> bool:
-    return setup.attention not in ("flash", "math") and not setup.model.soft_caps
+    return setup.attention not in ("flash", "math") and not _unfused(setup)
 
 
 TRAIN_RULES = terrazzo.rules

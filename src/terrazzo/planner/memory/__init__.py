@@ -4,6 +4,8 @@ States at rest follow from places and dtypes. All else comes and goes within a s
 and the moment at which most is held is the answer. Read the modules in this order:
 
     states         weights, gradients, master weights and moments at rest
+    block_setting  what of a setup the activations of a block depend on
+    kept_by_attention  what attention keeps, by the code that runs: its scores too, or not
     activations    what autograd keeps of a block, by formulas, and what each checkpointing policy computes again
     logits         what it keeps of logits and loss
     tiers          states away from the device: what stays on it for them, what host memory and disks hold

@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 from terrazzo.planner.caching import once
 from terrazzo.planner.figures import Formula
+from terrazzo.planner.memory.block_setting import FP32_BYTES, BlockSetting
+from terrazzo.planner.memory.kept_by_attention import attention_numel, bytes_per_token, perhaps_kept, score_bytes
 from terrazzo.planner.model.shapes import BlockShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.words import CheckpointMode
 
 __all__ = [
     "FORMULAS",
-    "FP32_BYTES",
     "BlockActivations",
     "RepeatedShares",
     "block_activations",
@@ -34,7 +35,9 @@ FORMULAS = {
         "one matrix: all of its result beside rotated queries and keys), the attention's output (eager, and where a "
         "part of a head is rotated: twice), and of the MLP gate, up, silu(gate) and their product (eager), or gate, up"
         " and product (compiled, or in Megatron-core), or input and output of the nonlinearity (not gated; three "
-        "tensors more of a tanh GELU in plain operators, as GPT-2's); dropout masks of one byte; fp32 copies where a "
+        "tensors more of a tanh GELU in plain operators, as GPT-2's); dropout masks of one byte, on CPUs of an "
+        "element; of scores that attention keeps the softmax in fp32 and, cast or dropped, once more, beside the mask "
+        "of dropout; on CPUs masks of windows, [sequence, sequence] for all heads; fp32 copies where a "
         "norm computes in fp32. Full checkpointing keeps the block's input alone, selective its input and the results "
         "of matrix products and of attention; under math attention it recomputes the attention core alone; "
         "selective_half keeps every second of the products",
@@ -47,8 +50,6 @@ FORMULAS = {
         "arXiv 2205.05198, section 5; order of operations in backward",
     ),
 }
-
-FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -82,71 +83,25 @@ class BlockActivations:
 
 def block_activations(setup: Setup, block: BlockShape) -> BlockActivations:
     """What a block keeps and needs under `setup`."""
-    mesh = setup.mesh
-    local = _Local(
-        tokens=setup.rank_tokens,
-        sequence=setup.sequence,
-        cp=mesh.cp,
-        context=setup.context,
-        tp=mesh.tp,
-        ep=mesh.ep,
-        sequence_parallel=setup.sequence_parallel,
-        itemsize=setup.precision.compute.itemsize,
-        fused=setup.fuses_kernels,
-        compiled=setup.compile,
-        math=setup.attention == "math",
-        checkpointing=setup.checkpointing,
-        share=setup.checkpointed_share,
-        cpu=setup.cluster.device.kind == "cpu",
-        moves=setup.offload_activations and setup.cluster.device.kind != "cpu",  # there is no other memory on a CPU
-    )
-    return _block(local, block)
-
-
-@dataclass(frozen=True)
-class _Local:
-    """What of a setup a block's activations depend on. `fused`: see `Setup.fuses_kernels`."""
-
-    tokens: int
-    sequence: int
-    cp: int
-    context: str
-    tp: int
-    ep: int
-    sequence_parallel: bool
-    itemsize: int
-    fused: bool
-    compiled: bool
-    math: bool
-    checkpointing: CheckpointMode
-    share: float
-    cpu: bool
-    moves: bool
+    return _block(BlockSetting.of(setup), block)
 
 
 @once
-def _block(local: _Local, block: BlockShape) -> BlockActivations:
+def _block(local: BlockSetting, block: BlockShape) -> BlockActivations:
     everything, covered = _everything(local, block), POLICIES[local.checkpointing].saved(local, block)
     share = local.share
     saved = share * covered + (1 - share) * everything
-    more = (1 - share) * (_expanded(local, block) + _crowded(local, block))
+    more = (1 - share) * (perhaps_kept(local, block) + _crowded(local, block))
     recomputed, moved = (everything - covered if share else 0.0), local.moves * share * _input(local, block)
     gradients = max(_gradients(local, block), _exchanged(local, block))
     return BlockActivations(saved, saved + more, recomputed, gradients, moved)
-
-
-def _expanded(local: _Local, block: BlockShape) -> float:
-    """Bytes more if keys and values are repeated for every query head before attention."""
-    per_head = block.head_dim + block.value_dim
-    more = block.heads / block.attention_parts(local.tp) - block.key_heads(local.tp)
-    return local.tokens * more * per_head * local.itemsize
 
 
 CROWDING = 0.5
 """How many more tokens than the mean may come to a rank's experts (GShard's capacity factor, arXiv 2006.16668)."""
 
 
-def _crowded(local: _Local, block: BlockShape) -> float:
+def _crowded(local: BlockSetting, block: BlockShape) -> float:
     if not block.experts or local.ep == 1:
         return 0.0
     inner = block.active_experts * block.ffn * _inner(local, block) * local.itemsize / local.tp
@@ -154,15 +109,14 @@ def _crowded(local: _Local, block: BlockShape) -> float:
     return CROWDING * local.tokens * (inner + routed)
 
 
-def _everything(local: _Local, block: BlockShape) -> float:
+def _everything(local: BlockSetting, block: BlockShape) -> float:
     """Bytes that a block saves without checkpointing."""
     between = local.tokens * _between(local, block) / (local.tp if local.sequence_parallel else 1)
-    attention = (_attention(local, block) + _kept_by_rotation(local, block)) * local.itemsize
-    inside = attention + _mlp(local, block) / block.mlp_parts(local.tp)
-    return between + local.tokens * inside + _scores(local, block)
+    inside = bytes_per_token(local, block) + _mlp(local, block) / block.mlp_parts(local.tp)
+    return between + local.tokens * inside + score_bytes(local, block)
 
 
-def _between(local: _Local, block: BlockShape) -> float:
+def _between(local: BlockSetting, block: BlockShape) -> float:
     """Bytes per token that tensor parallelism alone leaves whole: norms, inputs of the matrices, dropout masks."""
     norms, width = block.norms, block.hidden
     inputs = (1 if block.parallel else 2) * width * local.itemsize  # what both share counts once
@@ -171,54 +125,17 @@ def _between(local: _Local, block: BlockShape) -> float:
     return norms * _norm(local, block) + inputs + masks + _routing(local, block)
 
 
-def _norm(local: _Local, block: BlockShape) -> float:
+def _norm(local: BlockSetting, block: BlockShape) -> float:
     """Bytes per token that a norm keeps: its input, and where it computes in fp32 a copy and the normalised input."""
     width, item = block.hidden, local.itemsize
     if block.norm == "layer" or local.fused:
-        return width * item
+        return width * (max(item, FP32_BYTES) if block.wide_norm and not local.fused else item)
     if block.torch_norm:
         return width * (2 * FP32_BYTES if local.cpu else item)
     return width * (2 * FP32_BYTES if block.wide_norm else FP32_BYTES + item)
 
 
-def _attention(local: _Local, block: BlockShape) -> float:
-    """Elements per token of a rank: queries and output, keys and values, and what they are compressed to."""
-    parts = block.attention_parts(local.tp)
-    each = block.heads / parts + block.key_heads(local.tp)
-    return each * (block.head_dim + block.value_dim) + 2 * block.latent / parts
-
-
-def _kept_by_rotation(local: _Local, block: BlockShape) -> float:
-    """Elements per token of a rank that plain operators keep more of rotated queries and keys.
-
-    Of one result with the values all stays, for these. What is put together of turned channels and others lies in the
-    order of heads, and so does attention's output, which is copied for the next matrix.
-    """
-    if local.fused or not block.rotated:
-        return 0.0
-    queries, keys = block.heads / block.attention_parts(local.tp), block.key_heads(local.tp)
-    beside = (queries + keys) * block.head_dim if block.fused_qkv else 0.0
-    return beside + (queries * block.value_dim if block.rotated < block.head_dim else 0.0)
-
-
-def _scores(local: _Local, block: BlockShape) -> float:
-    """Bytes of what math attention keeps of its scores: their softmax in fp32, and as cast for the next product.
-
-    With dropout, as in arXiv 2205.05198: softmax, mask and result in 16 bits. A soft cap keeps its tanh. All scores
-    are there, those outside of a window masked.
-    """
-    if not local.math:
-        return 0.0
-    item = local.itemsize
-    if block.dropout:
-        per_score = 2 * item + 1
-    else:
-        per_score = FP32_BYTES + item if item < FP32_BYTES else item
-    per_score += item if block.soft_cap else 0
-    return local.tokens * local.sequence * block.heads * per_score / block.attention_parts(local.tp)
-
-
-def _mlp(local: _Local, block: BlockShape) -> float:
+def _mlp(local: BlockSetting, block: BlockShape) -> float:
     """Bytes per token inside the MLP, or inside the experts that a token meets."""
     inner = _inner(local, block)
     dense = block.ffn if not block.experts else block.shared_ffn
@@ -228,17 +145,18 @@ def _mlp(local: _Local, block: BlockShape) -> float:
     return total
 
 
-def _inner(local: _Local, block: BlockShape) -> int:
+def _inner(local: BlockSetting, block: BlockShape) -> int:
     """Tensors as wide as the MLP: input and output of its nonlinearity, and the product of a gated one.
 
-    A tanh GELU in plain operators keeps its tanh and both factors of its last product too.
+    A tanh GELU in plain operators keeps its tanh and both factors of its last product too; ReLU its output alone.
+    gpt-oss clamps both results of one matrix, of which neither is contiguous, and scales and shifts them.
     """
     if not block.gated:
-        return 5 if block.plain_gelu and not local.fused else 2
-    return 3 if local.fused else 4
+        return {"relu": 1, "plain_gelu": 2 if local.fused else 5}.get(block.nonlinearity, 2)
+    return 3 if local.fused else 7 if block.nonlinearity == "clamped" else 4
 
 
-def _routing(local: _Local, block: BlockShape) -> float:
+def _routing(local: BlockSetting, block: BlockShape) -> float:
     """Bytes per token of a mixture of experts: router logits and their softmax in fp32, inputs and outputs of experts.
 
     Eager code keeps the weighted outputs too.
@@ -249,21 +167,21 @@ def _routing(local: _Local, block: BlockShape) -> float:
     return 2 * FP32_BYTES * block.experts + copies * block.active_experts * block.hidden * local.itemsize
 
 
-def _input(local: _Local, block: BlockShape) -> float:
+def _input(local: BlockSetting, block: BlockShape) -> float:
     """Bytes of a block's input."""
     return local.tokens * block.hidden * local.itemsize / (local.tp if local.sequence_parallel else 1)
 
 
-def _products(local: _Local, block: BlockShape) -> float:
+def _products(local: BlockSetting, block: BlockShape) -> float:
     """Bytes of a block's input and of what its matrix products and attention give."""
     width, item = block.hidden, local.itemsize
     mlp = (2 if block.gated else 1) * _inner_width(block)
     whole = 2 * width + (block.active_experts * width if block.experts else 0)
-    split = local.tokens * (_attention(local, block) + mlp / block.mlp_parts(local.tp)) * item
+    split = local.tokens * (attention_numel(local, block) + mlp / block.mlp_parts(local.tp)) * item
     return _input(local, block) + local.tokens * whole * item / (local.tp if local.sequence_parallel else 1) + split
 
 
-def _half_of_products(local: _Local, block: BlockShape) -> float:
+def _half_of_products(local: BlockSetting, block: BlockShape) -> float:
     """Bytes of a block's input, of every second product, and of attention.
 
     Of queries, keys, values, output, gate, up and down that is all but keys, output and up; without a gate, the
@@ -271,17 +189,17 @@ def _half_of_products(local: _Local, block: BlockShape) -> float:
     routed experts, whose products are grouped.
     """
     item, apart = local.itemsize, block.key_heads(local.tp) * block.head_dim if block.gated else 0
-    outputs = block.heads * block.value_dim / block.attention_parts(local.tp) if local.math else 0
-    attention = _attention(local, block) - apart - outputs
+    outputs = block.heads * block.value_dim / block.attention_parts(local.tp) if local.keeps_scores else 0
+    attention = attention_numel(local, block) - apart - outputs
     dense = 0 if block.experts and not block.shared_ffn else block.shared_ffn if block.experts else block.ffn
     down = block.hidden if block.gated and dense else 0
     split = local.tokens * (attention + dense / block.mlp_parts(local.tp)) * item
     return _input(local, block) + local.tokens * down * item / (local.tp if local.sequence_parallel else 1) + split
 
 
-def _selected(local: _Local, block: BlockShape) -> float:
+def _selected(local: BlockSetting, block: BlockShape) -> float:
     """Bytes of a block's products, or under math attention of all but its scores."""
-    return _everything(local, block) - _scores(local, block) if local.math else _products(local, block)
+    return _everything(local, block) - score_bytes(local, block) if local.keeps_scores else _products(local, block)
 
 
 def _inner_width(block: BlockShape) -> int:
@@ -305,7 +223,7 @@ class CheckpointingPolicy(NamedTuple):
         repeated: with a fused kernel of attention; `repeated_math` under math attention, which keeps its scores.
     """
 
-    saved: Callable[[_Local, BlockShape], float]
+    saved: Callable[[BlockSetting, BlockShape], float]
     repeated: RepeatedShares
     repeated_math: RepeatedShares
 
@@ -325,10 +243,10 @@ second product too."""
 def repeated_shares(setup: Setup) -> RepeatedShares:
     """What a block that checkpointing covers computes again."""
     policy = POLICIES[setup.checkpointing]
-    return policy.repeated_math if setup.attention == "math" else policy.repeated
+    return policy.repeated_math if setup.keeps_scores else policy.repeated
 
 
-def _exchanged(local: _Local, block: BlockShape) -> float:
+def _exchanged(local: BlockSetting, block: BlockShape) -> float:
     """Bytes that attention over shared sequences needs in its backward, beside gradients of the residual stream.
 
     `gather`: keys and values of all ranks, with their sums in fp32, there and in the order of the ranks. `ring`: those
@@ -347,7 +265,7 @@ def _exchanged(local: _Local, block: BlockShape) -> float:
     return local.tokens * (per_token[local.context] + 2 * block.hidden * local.itemsize)
 
 
-def _gradients(local: _Local, block: BlockShape) -> float:
+def _gradients(local: BlockSetting, block: BlockShape) -> float:
     """Bytes of the gradients of activations that are there at once: of the block's output and of its widest tensors."""
     copies = 2 if block.gated else 1
     return local.tokens * local.itemsize * (2 * block.hidden + copies * _inner_width(block) / block.mlp_parts(local.tp))

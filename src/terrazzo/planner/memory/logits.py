@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from terrazzo.nn.chunked_cross_entropy import PRODUCT_NUMEL, chunk_rows
 from terrazzo.planner.figures import Formula
-from terrazzo.planner.memory.activations import FP32_BYTES
+from terrazzo.planner.memory.block_setting import FP32_BYTES
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["FORMULAS", "HeadActivations", "head_activations"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.families import FAMILIES
-from terrazzo.planner.model.fields import Fields
+from terrazzo.planner.model.fields import ATTENTION_DROPOUTS, RESULT_DROPOUTS, Fields
 from terrazzo.planner.model.rows import Architecture, BufferRow, Rows, TensorRow
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape, TensorShape, UnitShape
 
@@ -285,16 +285,21 @@ def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None, rotat
         shared_ffn=sizes["shared_ffn"] if sparse else 0,
         norm=family.norm,
         norms=_norms(family, sizes),
-        dropout=fields.dropout(),
+        dropout=fields.drops(RESULT_DROPOUTS),
+        attention_dropout=fields.drops(ATTENTION_DROPOUTS),
         window=window,
         stride=fields.integer("stride") if window and "stride" in family.defaults else None,
         prefix="prefix" in family.defaults and fields.flag("prefix"),
         latent=sizes["latent"],
         kv_latent=sizes["kv_latent"],
         torch_norm=family.torch_norm,
-        plain_gelu=fields.plain_gelu(),
+        nonlinearity=fields.nonlinearity(),
         wide_norm=family.wide_norm,
         soft_cap=fields.soft_cap("attn_logit_softcapping"),
+        eager=family.eager,
+        sinks=any(row.name.endswith(".sinks") for row in family.attention),
+        one_key=family.one_key and sizes["kv_heads"] == 1 and not fields.flag("new_decoder_architecture"),
+        masked=family.masks == "all" or (family.masks == "windows" and window is not None),
         whole_attention=_is_put_together(family.attention),
         whole_mlp=_is_put_together(family.mlp) and not sparse,
     )

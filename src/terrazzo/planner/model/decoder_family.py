@@ -16,6 +16,7 @@ DECODER = Architecture(
     order=("attention_norm", "attention", "feed_forward_norm", "feed_forward"),
     head="head",
     torch_norm=True,
+    masks="",  # windows are tiles
     buffers=(BufferRow(("positions", "head_dim"), 4),),  # cosines and sines of half the channels
     sparse_buffers=(BufferRow(("experts",), 4 + 8), BufferRow(("one",), 16)),  # bias, load and entropy of a router
     keys={

@@ -75,6 +75,7 @@ _OLMO2 = replace(
     attention=_LLAMA.attention + _WIDE_QUERY_KEY_NORMS,
     mlp=swiglu(),
     norms=norms("post_attention_layernorm", "post_feedforward_layernorm"),
+    wide_norm=True,
 )
 
 _ROUTED = router("mlp.gate") + experts("mlp.experts")
@@ -177,6 +178,7 @@ _GPTJ = replace(
     defaults={"ffn": None, "positions": 2048, "nonlinearity": "gelu_new", "rotary_dim": 64},
     rotary=1.0,
     parallel=True,
+    eager=True,
 )
 _GPT_NEOX = replace(
     _GPT2,
@@ -228,7 +230,7 @@ _OPT = replace(
     norms=norms("self_attn_layer_norm", "final_layer_norm", bias=True),
     order=("self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"),
     keys={"ffn": "ffn_dim"},
-    defaults={"positions": 2048, "tied": True, "dropout": 0.1, "enable_bias": True},
+    defaults={"positions": 2048, "tied": True, "dropout": 0.1, "enable_bias": True, "nonlinearity": "relu"},
     position_offset=2,  # modeling_opt.py, OPTLearnedPositionalEmbedding
     assumes={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
     assumes_width=("word_embed_proj_dim",),  # OPT-350m alone embeds in another width
@@ -245,6 +247,7 @@ _BLOOM = replace(
     norms=_LAYER_NORMS,
     keys={"hidden": "n_embed", "layers": "n_layer", "heads": "n_head", "ffn": ""},
     defaults={"ffn": None, "positions": 0, "tied": True},
+    eager=True,
 )
 _MPT = replace(
     _GPT2,
@@ -256,6 +259,7 @@ _MPT = replace(
     order=("norm_1", "attn", "norm_2", "ffn"),
     keys={"hidden": "d_model", "layers": "n_layers", "heads": "n_heads", "positions": "max_seq_len", "ffn": ""},
     defaults={"ffn": None, "positions": 2048, "tied": True},
+    eager=True,
 )
 _STABLELM = replace(
     _LLAMA,
@@ -278,6 +282,7 @@ FAMILIES: Mapping[str, Architecture] = {
     "gemma": _GEMMA,
     "gemma2": replace(
         _WINDOWED_GEMMA,
+        eager=True,
         defaults={**_WINDOWED_GEMMA.defaults, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "gemma3_text": replace(
@@ -286,7 +291,9 @@ FAMILIES: Mapping[str, Architecture] = {
         windowed=6,
         defaults={**_WINDOWED_GEMMA.defaults, "positions": 131072},
     ),
-    "olmo": replace(_LLAMA, root=embedding("model.embed_tokens"), mlp=swiglu(), norms=(), bare_norms=2, norm="layer"),
+    "olmo": replace(
+        _LLAMA, root=embedding("model.embed_tokens"), mlp=swiglu(), norms=(), bare_norms=2, norm="layer", wide_norm=True
+    ),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, windowed=4, defaults={"positions": 2048, "window": 4096}),
     "granite": _LLAMA,
@@ -312,6 +319,7 @@ FAMILIES: Mapping[str, Architecture] = {
     "mixtral": _MIXTRAL,
     "olmoe": replace(
         _OLMO2,
+        wide_norm=False,
         sparse=_ROUTED,
         norms=_LLAMA.norms,
         keys={"expert_ffn": "intermediate_size"},
@@ -328,7 +336,9 @@ FAMILIES: Mapping[str, Architecture] = {
         ),
         keys=_MIXTRAL.keys,
         windowed=2,
+        eager=True,
         defaults={
+            "nonlinearity": "clamped",
             "kv_heads": 8,
             "head_dim": 64,
             "positions": 131072,
@@ -369,6 +379,9 @@ FAMILIES: Mapping[str, Architecture] = {
         defaults={"ffn": None, "positions": 2048, "tied": True, "multi_query": True, "parallel_attn": True},
         rotary=1.0,
         parallel="parallel_attn",
+        eager=False,
+        one_key=True,
+        masks="all",
         assumes={"num_ln_in_parallel_attn": None},
     ),
 }

@@ -9,8 +9,9 @@ from terrazzo.errors import BadInput
 from terrazzo.messages import did_you_mean, nearest, shortened
 from terrazzo.name_globs import matches_any
 from terrazzo.planner.model.rows import Architecture
+from terrazzo.planner.model.shapes import Nonlinearity
 
-__all__ = ["USUAL_KEYS", "Fields", "rotary_share"]
+__all__ = ["ATTENTION_DROPOUTS", "RESULT_DROPOUTS", "USUAL_KEYS", "Fields", "rotary_share"]
 
 USUAL_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size",),
@@ -47,7 +48,16 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 _SYNONYMS = frozenset({"hidden", "layers", "heads", "positions", "experts"})
 """Sizes that config classes also take under the usual key where their own differs (`attribute_map`)."""
 
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout", "residual_dropout", "dropout")
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+RESULT_DROPOUTS = (
+    "resid_pdrop",
+    "hidden_dropout",
+    "residual_dropout",
+    "dropout",
+    "hidden_dropout_prob",
+    "resid_dropout",
+)
+"""Keys of what is dropped of the softmax of scores, and of what attention and MLP give."""
 
 _NONLINEARITIES = ("activation_function", "hidden_act")
 
@@ -156,20 +166,23 @@ class Fields:
                 raise BadInput(f"{self.name}: {key} has layer {layer}, and layers are 0 to {layers - 1}.")
         return chosen
 
-    def plain_gelu(self) -> bool:
-        """Whether the nonlinearity is `gelu_new`, which transformers writes in plain operators."""
+    def nonlinearity(self) -> Nonlinearity:
+        """That of the MLP; transformers writes `gelu_new` in plain operators."""
         usual = self.family.defaults.get("nonlinearity")
-        return next((self.values[key] for key in _NONLINEARITIES if key in self.values), usual) == "gelu_new"
+        if usual == "clamped":
+            return "clamped"
+        named = next((self.values[key] for key in _NONLINEARITIES if key in self.values), usual)
+        return "plain_gelu" if named == "gelu_new" else "relu" if named == "relu" else "kernel"
 
-    def dropout(self) -> bool:
-        """Whether activations are dropped anywhere, so that masks are kept for backward."""
-        given = {key: self.values[key] for key in _DROPOUTS if self.values.get(key) is not None}
+    def drops(self, keys: Sequence[str]) -> bool:
+        """Whether anything is dropped under one of these keys."""
+        given = {key: self.values[key] for key in keys if self.values.get(key) is not None}
         for key, value in given.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
                 raise BadInput(
                     f"{self.name}: {key} is {_short(value)}, but a probability from 0 to below 1 is expected."
                 )
-        return any(given.get(key, self.family.defaults.get(key)) for key in _DROPOUTS)
+        return any(given.get(key, self.family.defaults.get(key)) for key in keys)
 
     def soft_cap(self, key: str) -> bool:
         """Whether scores, or logits, are kept within a cap by tanh; `key` is the config's."""

@@ -16,8 +16,16 @@ from terrazzo.errors import BadInput
 from terrazzo.optim import divided
 from terrazzo.planner.model.closed_form import closed_form, family_name, merged, units_of_config
 from terrazzo.planner.model.families import FAMILIES
-from terrazzo.planner.model.fields import Fields, rotary_share
-from terrazzo.planner.model.shapes import BlockShape, MatrixSplit, ModelShape, Role, TensorShape, UnitShape
+from terrazzo.planner.model.fields import ATTENTION_DROPOUTS, RESULT_DROPOUTS, Fields, rotary_share
+from terrazzo.planner.model.shapes import (
+    BlockShape,
+    MatrixSplit,
+    ModelShape,
+    Nonlinearity,
+    Role,
+    TensorShape,
+    UnitShape,
+)
 
 __all__ = ["shape_of_module", "values_of"]
 
@@ -83,6 +91,7 @@ class _Guide:
         self.declared_root = {tensor.name: tensor for tensor in root.tensors}
         self.family = _family_of(config, bool(declared))
         self.config = getattr(config, "text_config", None) or config
+        self.eager = getattr(self.config, "_attn_implementation", None) == "eager"
         self.vocab = _attribute(self.config, "vocab") or _largest_embedding(members)
         self.positions = _attribute(self.config, "positions") or None
         self.experts = _attribute(self.config, "experts") or _stacked(members)
@@ -101,6 +110,8 @@ class _Guide:
             declared = {tensor.name: tensor for tensor in known[index].tensors} if known else {}
             tensors = tuple(self.tensor(member, spec.name, declared) for member in spec.members)
             block = known[index].block if known else self._block(spec.module, tensors, windows[index])
+            if block is not None and self.eager:
+                block = replace(block, eager=True)
             units.append(UnitShape(spec.name, tensors, block=block, buffer_bytes=self.buffer_bytes.get(spec.name, 0)))
         return units
 
@@ -178,8 +189,21 @@ class _Guide:
             norms=round(_norm_channels(module, hidden, head_dim, heads, kv_heads) / hidden),
             window=window,
             torch_norm=any(isinstance(part, nn.RMSNorm) for part in module.modules()),
-            plain_gelu=any(type(part).__name__ == "NewGELUActivation" for part in module.modules()),
+            dropout=_drops(config, RESULT_DROPOUTS),
+            attention_dropout=_drops(config, ATTENTION_DROPOUTS),
+            nonlinearity=_nonlinearity(module),
+            masked=window is not None,
         )
+
+
+def _drops(config: Any, keys: Sequence[str]) -> bool:
+    values = (getattr(config, key, None) for key in keys)
+    return any(isinstance(value, int | float) and value > 0 for value in values)
+
+
+def _nonlinearity(block: nn.Module) -> Nonlinearity:
+    names = {type(part).__name__ for part in block.modules()}
+    return "plain_gelu" if "NewGELUActivation" in names else "relu" if "ReLU" in names else "kernel"
 
 
 def _norm_channels(block: nn.Module, hidden: int, head_dim: int, heads: int, kv_heads: int) -> int:

@@ -68,7 +68,9 @@ class Architecture:
         head: the module name of the output head.
         keys: the config's key for a size, where it is not the usual one of `fields.USUAL_KEYS`; empty: it has none.
         defaults: what the config class assumes for a missing key. A size without one must be given.
-        gated, norm, torch_norm, wide_norm: see `BlockShape`. `bare_norms`: norms of a block that have no tensors.
+        gated, norm, torch_norm, wide_norm, eager, one_key: see `BlockShape`. `bare_norms`: norms of a block that have
+            no tensors.
+        masks: what torch's attention is given a mask for: `windows`, whole sequences too (`all`), or nothing.
         rotary: share of a head's channels that a rotary embedding turns, where the config says no other; 0: the family
             has none, but learned positions or a bias of attention.
         parallel: whether attention and MLP have the same input, or the flag that says so.
@@ -97,6 +99,9 @@ class Architecture:
     bare_norms: int = 0
     torch_norm: bool = False
     wide_norm: bool = False
+    eager: bool = False
+    one_key: bool = False
+    masks: Literal["windows", "all", ""] = "windows"
     windowed: int = 0
     position_offset: int = 0
     buffers: tuple[BufferRow, ...] = ()

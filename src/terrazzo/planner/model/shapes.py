@@ -18,6 +18,7 @@ __all__ = [
     "BlockShape",
     "MatrixSplit",
     "ModelShape",
+    "Nonlinearity",
     "Role",
     "TensorShape",
     "UnitShape",
@@ -33,6 +34,8 @@ Role = Literal["matrix", "vector", "embedding", "head", "expert", "router"]
 """What a tensor does: `matrix` multiplies every token; `embedding` is looked up (a tied one is also the `head`, see
 `ModelShape.tied`); `head` gives the logits; `expert` holds all routed experts of a layer, of which a token meets
 `active_experts / experts`; `router` chooses among them; `vector` is a norm or bias."""
+
+Nonlinearity = Literal["kernel", "relu", "plain_gelu", "clamped"]
 
 MatrixSplit = Literal["column", "column_gathered", "row", "row_splits", "vocab", "none"]
 """How tensor parallelism cuts it. Vectors of split outputs are `column`; norms are `none`. Outputs of `column_gathered`
@@ -99,15 +102,24 @@ class BlockShape:
         experts, active_experts: routed experts, and how many a token meets; 0 for a dense MLP.
         shared_ffn: inner width of the experts that every token meets.
         norm: `rms` or `layer`. `norms` counts full-width ones in a block.
-        dropout: whether masks are kept (two per block, one of attention).
+        dropout: whether a part of what attention and MLP give is dropped, whose masks are kept; `attention_dropout`:
+            of the softmax of scores.
         window: tokens that attention looks back, None for all. `stride`: beyond it each at a multiple of that distance.
         prefix: tokens of a prompt see each other in both directions.
         latent: channels of the compressed keys and values and of the compressed queries (MLA), 0 without; `kv_latent`
             of the keys and values alone.
         torch_norm: norms are torch's own modules, one kernel on CUDA, instead of explicit fp32 arithmetic.
-        wide_norm: norms multiply by their weights in fp32 too, as Gemma's.
-        plain_gelu: the MLP's nonlinearity is a tanh GELU in plain operators, as GPT-2's in transformers (`gelu_new`).
+        wide_norm: RMS norms multiply by their weights in fp32 too, as Gemma's; layer norms compute in fp32, as OLMo's.
+        nonlinearity: of the MLP: one kernel that keeps its input and output, `relu`, which keeps its output alone,
+            `plain_gelu`, a tanh GELU in plain operators as GPT-2's in transformers (`gelu_new`), or `clamped`, as of
+            gpt-oss's experts.
         soft_cap: scores are kept within a cap by tanh, as Gemma-2's: torch's fused kernels have none.
+        eager: attention is plain operators, whatever kernels there are, as transformers has it with soft caps, sinks
+            and ALiBi. `sinks`: its softmax is over the scores and a learned one, in their own dtype.
+        one_key: torch's attention is given one key head for all query heads, which no fused kernel takes (Falcon);
+            it is copied from what gives all three.
+        masked: torch's attention is given a mask, [sequence, sequence], where a window is no longer than the sequence,
+            or always where there is no window (Falcon).
         whole_attention, whole_mlp: tensor-parallel ranks put the outputs of its first matrices together, and compute
             alike up to its last.
     """
@@ -128,14 +140,19 @@ class BlockShape:
     norm: Literal["rms", "layer"] = "rms"
     norms: int = 2
     dropout: bool = False
+    attention_dropout: bool = False
     window: int | None = None
     stride: int | None = None
     prefix: bool = False
     latent: int = 0
     kv_latent: int = 0
     torch_norm: bool = False
-    plain_gelu: bool = False
+    nonlinearity: Nonlinearity = "kernel"
     soft_cap: bool = False
+    eager: bool = False
+    sinks: bool = False
+    one_key: bool = False
+    masked: bool = False
     wide_norm: bool = False
     whole_attention: bool = False
     whole_mlp: bool = False
@@ -155,6 +172,10 @@ class BlockShape:
     def mlp_parts(self, tp: int) -> int:
         """Tensor-parallel ranks that have a part each of what the MLP computes."""
         return 1 if self.whole_mlp else tp
+
+    def is_masked(self, sequence: int) -> bool:
+        """Whether torch's attention is given a mask for sequences of that length."""
+        return self.masked and (self.window is None or self.window <= sequence)
 
     def attended(self, sequence: int) -> int:
         """Tokens that one looks back on in sequences of that length, itself included, where there are so many."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.planner.setup.build_setup import MICRO_BATCHES_PER_STAGE, OPTIMIZER, PRECISION, precision_of
+from terrazzo.planner.setup.kernels import why_unfused
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
@@ -36,11 +37,8 @@ def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
             "The peak that was given (--peak-tflops) counts in every format: attention and the head, which "
             f"{setup.matmul} leaves in 16 bits, are taken to be as fast as its products."
         )
-    if request.attention is None and setup.attention == "math":
-        notes.append(
-            f"{setup.model.name} caps its attention scores, which torch's fused kernels cannot: eager attention is "
-            "counted, which keeps them all (--attention flash for a kernel with a soft cap)."
-        )
+    if request.attention is None and (why := setup.keeps_scores and why_unfused(setup.model, device)):
+        notes.append(f"{why}: all scores are counted (--attention flash for a fused kernel in code of your own).")
     if request.micro_batches is None and request.global_batch is None and setup.mesh.pp > 1:
         notes.append(
             f"No batch was given: {setup.micro_batches} micro-batches per step, {MICRO_BATCHES_PER_STAGE} for each of "

@@ -95,7 +95,7 @@ def build_setup(request: Request) -> Setup:
         checkpointing=checkpointing.mode,
         every=checkpointing.every,
         compile=request.compile,
-        attention=attention_of(request.attention, model, cluster.device),
+        attention=attention_of(request.attention, model, cluster.device, request.as_megatron),
         loss=request.loss or _loss(model, mesh, request.as_megatron),
         prefetch=request.prefetch,
         accumulate_locally=bool(request.accumulate_locally),

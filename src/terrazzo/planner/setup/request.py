@@ -44,7 +44,7 @@ class Request:
         precision: `NAME[,KEY=VALUE]…` with a name and keys of `choice_names`, by default `bf16`, or `fp16` on a GPU
             without bf16.
         optimizer: name in `optimizers`, by default `adamw`.
-        attention: `flash` by default, or `math` of a model whose scores have a soft cap.
+        attention: `flash` by default, or `math` where torch or transformers keep scores (`setup.kernels`).
         dp_replicate: groups of the hybrid strategies; by default one shard group per host.
         tensor_overlap: which exchanges along tp run beside products: `none` does by default, and those of `backward` in
             Megatron-core; `async` means all, in parts, as torch's async TP.

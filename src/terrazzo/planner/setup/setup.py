@@ -50,7 +50,8 @@ class Setup:
             products and of attention, under `math` attention all but the scores; `selective_half` of every second
             product and of attention, as torchtitan. With `every` n > 1, one block in n.
         attention: `flash` is FlashAttention-2, `cudnn` and `flash3` are kernels that Hopper is made for; `triton` is
-            the first FlashAttention in Triton; `math` keeps the [sequence, sequence] scores.
+            the first FlashAttention in Triton; `math` keeps the [sequence, sequence] scores, in plain operators or in
+            torch's own (`kernels.unfused_by_itself` says which).
         loss: `full` as torch's cross_entropy in fp32; `fused` keeps the logits and one fp32 copy, as Megatron's or a
             compiled one; `chunked` as `terrazzo.nn.linear_cross_entropy`, which never holds all logits; `parts` as
             `terrazzo.parallel.VocabularyLoss`, where each tensor-parallel rank has its part of the vocabulary.
@@ -133,6 +134,11 @@ class Setup:
         (NVIDIA/Megatron-LM megatron/core/fusions; `apply_rope_fusion`, `bias_activation_fusion`).
         """
         return self.compile or self.as_megatron
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether attention keeps its [sequence, sequence] scores for the backward."""
+        return self.attention == "math"
 
     @property
     def axis_sizes(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ from terrazzo.parallel import TILE_ROWS, WINDOW_ROWS
 from terrazzo.planner.figures import Formula
 from terrazzo.planner.machine.architectures import ARCHITECTURES
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape
+from terrazzo.planner.setup.kernels import unfused_by_itself
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.products import product
 from terrazzo.planner.timing.rates import matmul_rate, memory_rate, power_share, sixteen_bits, sustained_rate
@@ -54,6 +55,11 @@ SCORE_BYTES, CAP_BYTES = 28, 16
 """Bytes read and written per score, forward and backward, by a fused softmax with dropout in 16 bits between two
 products, and by the three operators of a soft cap."""
 
+TORCH_SCORE_BYTES, TORCH_DROPPED_BYTES = 52, 84
+"""The same in torch's math path on a CPU, one operator after the other in fp32, without dropout and with: forward, the
+product (4), a mask (8), the softmax (8) and the next product (4), backward two products (8), the softmax (12) and two
+products (8); dropout draws a factor (4), scales it (8) and multiplies, forward (8) and backward (12)."""
+
 QUERY_BYTES, KEY_BYTES = 36, 10
 """Bytes read and written for each element of the queries and of the keys or values of a tile, where attention is
 computed tile by tile: outputs, in 16 bits, are weighted in fp32 and added to the others', gradients are added in fp32
@@ -71,8 +77,9 @@ FORMULAS = {
         + ", ".join(f"{ARCHITECTURES[row].flash_share:g} on {name}" for name, row in _FLASH.items())
         + f", in Triton 1 / {1 / TRITON_SHARE:g} of that, from Hopper on "
         + " and ".join(f"{name} {share:g}" for name, share in KERNEL_SHARES.items())
-        + f"; unfused 12 * ... of plain products, and {SCORE_BYTES} bytes per score; tiles of shared sequences move "
-        f"{QUERY_BYTES} bytes for each element of their queries, and {KEY_BYTES} of their keys and values",
+        + f"; unfused 12 * ... of plain products, and {SCORE_BYTES} bytes per score, in torch's own path on a CPU "
+        f"{TORCH_SCORE_BYTES} or, dropped, {TORCH_DROPPED_BYTES}; tiles of shared sequences "
+        f"move {QUERY_BYTES} bytes for each element of their queries, and {KEY_BYTES} of their keys and values",
         "two products forward and five backward; kernels measured by themselves (Dao-AILab/flash-attention assets, "
         "arXiv 2307.08691, arXiv 2407.08608, benchmarks/results/gpu/kernels.md); "
         "terrazzo/parallel/context/attention_tiles.py",
@@ -82,12 +89,12 @@ FORMULAS = {
 
 def forward_share(setup: Setup) -> float:
     """Forward's share of attention's work forward and backward."""
-    return FORWARD_SHARE if setup.attention != "math" else 1 / 3
+    return FORWARD_SHARE if not setup.keeps_scores else 1 / 3
 
 
 def _attended(setup: Setup, block: BlockShape) -> int:
     """Tokens that one looks back on, itself included; kept scores are of the whole sequence, be they masked."""
-    return setup.sequence if setup.attention == "math" else block.attended(setup.sequence)
+    return setup.sequence if setup.keeps_scores else block.attended(setup.sequence)
 
 
 def attention_seconds(setup: Setup, block: BlockShape) -> float:
@@ -101,7 +108,7 @@ def attention_flops(setup: Setup, block: BlockShape) -> float:
     masked. Of prompts whose tokens see each other, as long as nobody says, none of that is counted.
     """
     each = 2 * setup.rank_tokens * _heads(setup, block) * (block.head_dim + block.value_dim)
-    if setup.attention == "math":
+    if setup.keeps_scores:
         return 3 * each * _attended(setup, block)
     length = setup.sequence
     near = min(length, block.window or length)
@@ -113,9 +120,15 @@ def attention_bytes(setup: Setup, block: BlockShape) -> float:
     """Bytes read and written beside the products: scores, if they are, and what puts tiles of shared sequences
     together.
     """
-    per_score = SCORE_BYTES + (CAP_BYTES if block.soft_cap else 0)
-    scores = setup.rank_tokens * _attended(setup, block) * _heads(setup, block) * per_score
-    return (scores if setup.attention == "math" else 0.0) + _tile_bytes(setup, block)
+    scores = setup.rank_tokens * _attended(setup, block) * _heads(setup, block) * _score_bytes(setup, block)
+    return (scores if setup.keeps_scores else 0.0) + _tile_bytes(setup, block)
+
+
+def _score_bytes(setup: Setup, block: BlockShape) -> int:
+    on_cpu = setup.cluster.device.kind == "cpu"
+    if on_cpu and not setup.as_megatron and unfused_by_itself(block, on_cpu) not in (None, "eager"):
+        return TORCH_DROPPED_BYTES if block.attention_dropout else TORCH_SCORE_BYTES
+    return SCORE_BYTES + (CAP_BYTES if block.soft_cap else 0)
 
 
 def _tile_bytes(setup: Setup, block: BlockShape) -> float:
@@ -149,7 +162,7 @@ def attention_rate(setup: Setup, block: BlockShape) -> float:
     assert largest is not None and sustained is not None
     if device.kind == "cpu":
         return largest * CPU_SHARE
-    if setup.attention == "math":
+    if setup.keeps_scores:
         return sustained * _filled(setup, block)
     share = KERNEL_SHARES.get(setup.attention, device.flash_share) if device.wide_warps else device.flash_share
     share *= TRITON_SHARE if setup.attention == "triton" else 1.0

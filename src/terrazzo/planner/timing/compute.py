@@ -280,7 +280,7 @@ def _elements(setup: Setup, block: BlockShape) -> float:
     wide = block.norms * (2 if fused_norm else PLAIN_NORM) + 2 * (1.5 if setup.compile else 3)
     wide += 2 * 2.5 if block.dropout else 0
     inner = (block.active_experts or 1) * block.ffn + block.shared_ffn
-    inner *= (5 if plain else 3) if block.gated else PLAIN_GELU if block.plain_gelu and plain else 2
+    inner *= (5 if plain else 3) if block.gated else PLAIN_GELU if block.nonlinearity == "plain_gelu" and plain else 2
     inside = inner / block.mlp_parts(tp) + _rotation(block, tp, plain)
     return wide * block.hidden / (tp if setup.sequence_parallel else 1) + inside
 

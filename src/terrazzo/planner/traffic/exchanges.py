@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from terrazzo.planner.figures import Formula
 from terrazzo.planner.machine.mesh import RankGroup, group_of
 from terrazzo.planner.machine.transfers import UnitTransfer, When
-from terrazzo.planner.memory.activations import FP32_BYTES
+from terrazzo.planner.memory.block_setting import FP32_BYTES
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 

@@ -81,7 +81,7 @@ def setup_of(
         checkpointing=mode,
         every=every,
         compile=config.train.compile,
-        attention=attention_of(None, shape, machines.device),
+        attention=attention_of(None, shape, machines.device, as_megatron=False),
         context=config.parallel.context.mode,
         balance=config.parallel.context.balance,
         sequence_parallel=config.parallel.tensor.sequence,
@@ -197,7 +197,7 @@ def _named_matrices(config: Config, shape: ModelShape, whole: ModelOnPaper) -> M
 
 
 def _without_dropout(block: BlockShape | None) -> BlockShape | None:
-    return block if block is None else replace(block, dropout=False)
+    return block if block is None else replace(block, dropout=False, attention_dropout=False)
 
 
 def matmul_format(config: Config) -> str:
