@@ -31,6 +31,7 @@ from terrazzo.planner.setup.choice_names import TRIED_MODES
 from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.timing.calibration import Calibration, Software
+from terrazzo.words import CHECKPOINT_MODES
 from tests.helpers.calls import calls_of
 
 # -- published arithmetic ----------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def test_no_search_that_leaves_less_open_finds_what_is_faster(model: str, gpus: 
     asked = request(model, gpus, **options)
     best = search(asked).best
     assert best is not None and best.memory.fits_surely
-    named = [replace(asked, checkpointing=mode) for mode in TRIED_MODES]
+    named = [replace(asked, checkpointing=mode) for mode in CHECKPOINT_MODES]
     named += [replace(asked, micro_batch=size) for size in (*TRIED_SIZES, 3, 5)]
     ranked = [answer for each in named for answer in search(each).ranked]
     sure = [answer for answer in ranked if answer.memory.fits_surely and answer.runs_now >= best.runs_now]

@@ -103,7 +103,7 @@ STRATEGIES = (*PLANS, *_SYNONYMS)
 """Names of plans that `strategy` knows, each of which may have an offload."""
 
 CHECKPOINTING = (*CHECKPOINT_MODES, "every_N")
-TRIED_MODES = ("none", "selective", "full")
+TRIED_MODES = ("none", "selective", "selective_half", "full")
 """Modes that are tried where none is named, in order of the time they cost."""
 
 _MODES = {"true": "full", "on": "full", "false": "none", "off": "none", "op": "selective_half", "sac": "selective"}

@@ -72,13 +72,17 @@ class PipelineStep:
         """Where it is along pp."""
         if len(self.ranks) == 1:
             return 0
-        ends = [end_s + rank.summed_s for end_s, rank in zip(self._ends(self._send_s), self.ranks, strict=True)]
+        ends = [end_s + rank.summed_s for end_s, rank in zip(self._ends, self.ranks, strict=True)]
         if not self._updates_at_once:
             ends = [end_s + rank.update_s for end_s, rank in zip(ends, self.ranks, strict=True)]
         return ends.index(max(ends))
 
-    def _ends(self, send_s: float) -> list[float]:
+    @cached_property
+    def _ends(self) -> list[float]:
         """When each rank has ended its last turn."""
+        return self._ends_with(self._send_s)
+
+    def _ends_with(self, send_s: float) -> list[float]:
         return self._schedule.ends_of_ranks([rank.passes for rank in self.ranks], send_s)
 
     @property
@@ -94,7 +98,7 @@ class PipelineStep:
 
     def _waiting(self) -> list[Term]:
         """What the slowest rank waits for the others until its last turn, and for messages on their way."""
-        played_s, with_messages_s = (self._ends(send_s)[self._slowest_at] for send_s in (0.0, self._send_s))
+        played_s, with_messages_s = (ends[self._slowest_at] for ends in (self._ends_with(0.0), self._ends))
         sent_s = max(0.0, with_messages_s - played_s)
         inputs = {"with_messages_s": with_messages_s, "played_s": played_s, "send_s": self._send_s}
         sent = Term("pipeline communication", sent_s, sent_s, "time.send", inputs, "s")
