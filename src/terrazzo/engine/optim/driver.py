@@ -74,6 +74,7 @@ class OptimizerDriver:
         model: whose weights it steps, built; steps and hyper-parameters are noted in its progress.
         templates: what an `OptimizerProbe` of each of its param groups keeps.
         first: number of the first among those of all the model's optimizers.
+        off_device: makes updates away from the device, given what returns the segments; None where none are there.
 
     Attributes:
         groups: its param groups.
@@ -83,7 +84,14 @@ class OptimizerDriver:
         kind: the class that it was of.
     """
 
-    def __init__(self, optimizer: Optimizer, model: Driven, templates: Templates, first: int) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Driven,
+        templates: Templates,
+        first: int,
+        off_device: Callable[[Callable[[], Sequence[Segment] | None]], OffDeviceUpdates] | None = None,
+    ) -> None:
         self._model = weakref.ref(model)  # which owns this driver
         self.units, self.progress, self.schedule = model.units, model.progress, model.schedule
         self.sharding = model.sharding
@@ -97,6 +105,9 @@ class OptimizerDriver:
         of_matrices = {number: group for number, group in groups.items() if is_matrix_group(optimizer, group)}
         self._on_device = DeviceUpdates(self.sharding.precision, first, MatrixSteps(self.buckets, of_matrices))
         self.off_device = OffDeviceUpdates()
+        if off_device is not None:
+            self.off_device = off_device(weakly(self, lambda driver: driver.segments))
+            self.schedule.on_finished(weakly(self, OptimizerDriver._reduced))
         scaling = self.sharding.precision.loss_scaling
         self.loss_scale = DynamicLossScale(scaling) if scaling else LossScale()
         self.reference, self._retired, self.kind = weakref.ref(optimizer), False, type(optimizer)
@@ -137,11 +148,6 @@ class OptimizerDriver:
         optimizer = self.reference()
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
-
-    def update_off_device(self, make: Callable[[Callable[[], Sequence[Segment] | None]], OffDeviceUpdates]) -> None:
-        """Have segments away from the device updated by what `make` returns; it is given what returns them."""
-        self.off_device = make(weakly(self, lambda driver: driver.segments))
-        self.schedule.on_finished(weakly(self, OptimizerDriver._reduced))
 
     def _reduced(self, unit: int) -> None:
         if not self._retired and (optimizer := self.reference()) is not None:

@@ -97,14 +97,14 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
         for member in bucket.members
         if member.parameter in optimizer.state
     }
-    driver = OptimizerDriver(optimizer, engine, templates, first)
     of_all = [*engine.drivers.templates, *templates]
     for bucket in (bucket for bucket in stepped if bucket.spec.moments_apart):
         bucket.moments.make_room(engine.store, moment_windows(bucket, of_all, engine.store.settings.cell_numel))
+    updates = None
     if off_device:
         updater, mode = Updater(engine.store), engine.store.settings.step
-        make = functools.partial(BackgroundUpdates, engine.units, engine.schedule, updater, mode, first)
-        driver.update_off_device(make)
+        updates = functools.partial(BackgroundUpdates, engine.units, engine.schedule, updater, mode, first)
+    driver = OptimizerDriver(optimizer, engine, templates, first, updates)
     if states:
         restore_optimizer(driver, FullStates(states))
     make_sharded_optimizer(optimizer, driver)
