@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from typing import Any
 
@@ -81,6 +82,24 @@ def test_checkpointed_units_train_bit_for_bit_as_without(plan: str, options: dic
         return train(model, optimizer, 3, rank)
 
     assert on_ranks(4, body) == plain
+
+
+@pytest.mark.parametrize("gather", [None, "int8"])
+@pytest.mark.parametrize("plan", ["zero2", "zero3", "shard_grad_op"])
+def test_units_inside_of_a_selectively_checkpointed_one(plan: str, gather: Any) -> None:
+    """Torch counts the operations of the region, in which the engine gathers weights: in backward it gathers others."""
+    base, precision = Net(), dataclasses.replace(tz.Precision.named("fp32"), gather=gather)
+
+    def losses(mode: str, ops: list[str] | None = None) -> list[list[float]]:
+        def body(rank: int) -> list[float]:
+            model = copy.deepcopy(base)
+            checkpoint_activations(model, mode, units="Block", ops=ops)
+            built = adamw(model.parameters())
+            return train(*tz.shard(model, built, plan, units=["Block", "blocks.*.up"], precision=precision), 3, rank)
+
+        return on_ranks(2, body)
+
+    assert losses("selective") == losses("selective", ["mul", "relu"]) == losses("none")
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

@@ -28,7 +28,7 @@ from terrazzo.engine.progress.denominator import Denominator
 from terrazzo.engine.progress.scaled_passes import Passes
 from terrazzo.engine.runtime.callers import calls_of
 from terrazzo.engine.runtime.calls import do_nothing
-from terrazzo.engine.runtime.private_torch import tree_map_only
+from terrazzo.engine.runtime.private_torch import tree_map_only, unseen
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.engine.schedule.gathered import BackwardToCome
 from terrazzo.engine.schedule.schedule import Schedule
@@ -193,6 +193,11 @@ class ForwardHooks:
             return
         if self._refusal is not None and unit.weights.transient:
             raise Misuse(self._refusal)
+        with unseen():
+            self._enter(unit, args)
+
+    def _enter(self, unit: Unit, args: Any) -> None:
+        """Have the weights of a unit, whose forward begins with these arguments."""
         if inside_backward():
             self._backward.recompute(unit)
             return
@@ -202,11 +207,11 @@ class ForwardHooks:
             self._outside.open()
             if torch.is_grad_enabled():
                 self._passes.check_unit(unit.title)
-        if not self._schedule.order.agreed and (pair := self._regions.enter(index, args)):
+        if not self._schedule.order.agreed and (pair := self._regions.enter(unit.index, args)):
             self._schedule.program.join([pair])
         self._exchanges.before_weights(unit, Purpose.FORWARD)
         self._schedule.enter_alone(unit) if forward is None else forward.enter(unit)
-        self._tally.recorder.unit_begins(index, "forward")
+        self._tally.recorder.unit_begins(unit.index, "forward")
 
     def after_unit(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
         """The forward of a unit has returned `output`, through whose tensors its backward will be announced.
@@ -234,11 +239,12 @@ class ForwardHooks:
             to_come = BackwardToCome.RECOMPUTED
         else:
             to_come = BackwardToCome.ANNOUNCED if announced else BackwardToCome.NONE
-        if forward is None:
-            self._schedule.leave_alone(unit, to_come)
-            self._outside.close()
-        else:
-            forward.leave(unit, to_come)
+        with unseen():
+            if forward is None:
+                self._schedule.leave_alone(unit, to_come)
+                self._outside.close()
+            else:
+                forward.leave(unit, to_come)
         return output
 
     def _runs_here(self, unit: Unit, module: nn.Module | None) -> bool:
@@ -271,8 +277,9 @@ class ForwardHooks:
         unit, forward = self._units[index], self._schedule.forward
         if forward is None or inside_backward():
             return False
-        forward.enter(unit)
-        if torch.is_grad_enabled():
-            self._backward.may_surprise()
-            forward.leave(unit, BackwardToCome.UNANNOUNCED)
+        with unseen():
+            forward.enter(unit)
+            if torch.is_grad_enabled():
+                self._backward.may_surprise()
+                forward.leave(unit, BackwardToCome.UNANNOUNCED)
         return unit.weights.present

@@ -6,7 +6,9 @@ here, too. The table at the end of `docs/concepts/engine.md` says what each is f
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -37,6 +39,7 @@ __all__ = [
     "tree_map_only",
     "uncompiled",
     "uncompiled_once_called",
+    "unseen",
     "will_run",
 ]
 
@@ -77,6 +80,23 @@ queue_callback: Callable[[Callable[[], Any]], None] = lookup(
     torch.autograd, "Variable", "_execution_engine", "queue_callback"
 )
 """Have something called when the backward that is under way has ended."""
+
+_DISPATCH = importlib.import_module("torch.utils._python_dispatch")
+_modes: Callable[[], Sequence[Any]] = lookup(_DISPATCH, "_get_current_dispatch_mode_stack")
+_without_modes: Callable[[], AbstractContextManager[Any]] = lookup(_DISPATCH, "_disable_current_modes")
+_NUMBERING = tuple(
+    lookup(torch.utils.checkpoint, name) for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+)
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """A block whose operations a selective checkpoint does not see, if this is inside of one.
+
+    It numbers the operations of a forward, and gives those that it has kept by their number as the forward runs again:
+    what the engine does beside is other operations each time.
+    """
+    return _without_modes() if any(isinstance(mode, _NUMBERING) for mode in _modes()) else nullcontext()
+
 
 set_versions: Callable[[Sequence[Tensor], Sequence[int]], None] = lookup(
     torch, "_C", "_autograd", "_unsafe_set_version_counter"
