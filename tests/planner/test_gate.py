@@ -308,7 +308,8 @@ ACROSS = "groups across the edge of a host"
             {"dp_replicate": 6},
         ),
         ({"tp": 6}, "Use tp 4, or 6 GPUs of each host (--per-node).", {"tp": 4}),
-        ({"tp": 6, "per_node": 9}, "Use tp 3, or 6 GPUs of each host (--per-node).", {"tp": 3}),
+        ({"tp": 6, "per_node": 9}, "Use 6 GPUs of each host (--per-node).", {"per_node": 6}),  # 32 heads
+        ({"gpus": 144, "gpu": "gb200", "tp": 16}, "Use tp 8.", {"tp": 8}),
         ({"cp": 3, "tp": 2}, "Use cp 2, or 6 GPUs of each host (--per-node).", {"cp": 2}),
         ({"pp": 4, "dp_replicate": 3}, "Use 6 GPUs of each host (--per-node).", {"per_node": 6}),
         (

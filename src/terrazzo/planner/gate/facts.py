@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from terrazzo.messages import counted
+from terrazzo.parallel import Chunks
+from terrazzo.parallel.sharing_rules import shares_experts, shares_heads, shares_key_heads
 from terrazzo.planner.layout.stages import units_on
 from terrazzo.planner.machine.devices import DRIVE_RATED_BYTES
 from terrazzo.planner.machine.mesh import RankGroup, group_of
@@ -61,7 +63,7 @@ class Facts:
     """A setup as sentences name it: numbers, and names or amounts as text. What takes computing is computed if asked.
 
     Attributes:
-        vocab, layers, positions, experts: the model's; `padded_vocab` is what ranks along tp can share evenly.
+        vocab, layers, positions: the model's; `padded_vocab` is what ranks along tp can share evenly.
         tp, pp, cp, ep: ranks along these axes; `stages`: of the pipeline, in which a rank may have several.
         shard_ranks: of a shard group; `neighbours` with those along tp between them.
         unfused: why attention keeps its scores by itself, or None.
@@ -80,12 +82,7 @@ class Facts:
             device.name,
             setup.optimizer.name,
         )
-        self.vocab, self.layers, self.positions, self.experts = (
-            model.vocab,
-            model.layers,
-            model.positions,
-            model.experts,
-        )
+        self.vocab, self.layers, self.positions = model.vocab, model.layers, model.positions
         self.attention, self.unfused = setup.attention, why_unfused(model, device)
         self.sequence, self.micro_batches = setup.sequence, setup.micro_batches
         self.tp, self.pp, self.cp, self.ep = mesh.tp, mesh.pp, mesh.cp, mesh.ep
@@ -176,10 +173,8 @@ class Facts:
         group, mesh, of = self._split, self._setup.mesh, self.host_ranks
         beside = mesh.data_ranks * mesh.tp // group.stride // (mesh.cp if group.axis == "tp" else 1)
         whole = [size for size in range(2, of + 1) if of % (size * group.stride) == 0 and beside % size == 0]
-        if group.axis in ("dp_shard", "ep"):
-            whole = [size for size in whole if not (self.experts % size if group.axis == "ep" else size % mesh.cp)]
         ways = []
-        if whole and group.axis != "dp_replicate":  # which has what the other axes leave
+        if whole := [size for size in whole if self._may_be(group.axis, size)]:
             best = min(whole, key=lambda size: abs(size - group.size))
             replicas = f"dp_replicate {mesh.data_ranks // best}, for groups of {best}"
             ways.append(replicas if group.axis == "dp_shard" else f"{group.axis} {best}")
@@ -188,6 +183,17 @@ class Facts:
         return (
             f"Use {', or '.join(ways) or f'sizes whose product along {group.axis} and the axes inside divides {of}'}."
         )
+
+    def _may_be(self, axis: str, size: int) -> bool:
+        """Whether an axis may have so many ranks, for all that is known of the model."""
+        setup, blocks = self._setup, [unit.block for unit in self._setup.model.repeated if unit.block]
+        if axis == "tp":
+            return all(shares_heads(each.heads, size) and shares_key_heads(each.kv_heads, size) for each in blocks)
+        if axis == "cp":
+            return setup.sequence % Chunks(size, setup.balance).count == 0
+        if axis == "ep":
+            return shares_experts(setup.model.experts, size)
+        return axis == "dp_shard" and size % setup.mesh.cp == 0  # dp_replicate has what the others leave
 
     @property
     def exchange_time(self) -> str:
