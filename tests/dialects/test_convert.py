@@ -158,6 +158,22 @@ def test_what_terrazzo_says_by_a_key_of_its_own_is_said_of_terrazzo_alone(
         assert "Terrazzo" not in verdict.why or target == "terrazzo"
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "document", "key"),
+    [
+        ("trainer", "terrazzo", {"output_dir": "x", "warmup_ratio": 0.03, "max_steps": 1000}, "warmup_ratio"),
+        ("lightning", "accelerate", {"strategy": "ddp", "accelerator": "gpu"}, "accelerator"),
+        ("terrazzo", "trainer", {"optimizer": {"options": {"fused": True}}}, "optimizer.options.fused"),
+        ("terrazzo", "deepspeed", {"optimizer": {"options": {"fused": True}}}, "optimizer.options.fused"),
+        ("lightning", "torchtitan", {"strategy": "fsdp", "precision": "32-true"}, "precision"),
+    ],
+)
+def test_what_the_target_does_is_no_loss(source: str, target: str, document: dict[str, Any], key: str) -> None:
+    verdicts = converted(document, dialect(source), dialect(target)).verdicts
+    (verdict,) = [verdict for verdict in verdicts if key.startswith(verdict.key)]
+    assert dialect(target).title not in verdict.why, verdict  # as in what is said of a document read back
+
+
 def test_a_reason_is_said_once_of_all_that_have_it(tmp_path: Path) -> None:
     document = {"fp16": True, "num-layers": 2}
     verdicts = converted(document, dialect("megatron"), dialect("accelerate")).verdicts

@@ -87,7 +87,8 @@ def _options(draft: DeepSpeedDraft, name: str, built_in: bool) -> None:
     if dropped:
         draft.lossy("optimizer.options", f"DeepSpeed's {name} takes no {', '.join(dropped)}", _PARAMS)
     else:
-        draft.implied("optimizer.options", key=_PARAMS)
+        idle = bool(options) and options.keys() <= {*_KERNELS}
+        draft.implied("optimizer.options", "how a step is computed, not what" if idle else "", _PARAMS)
 
 
 def _of_matrices(draft: DeepSpeedDraft, argument: str, value: Any) -> bool:

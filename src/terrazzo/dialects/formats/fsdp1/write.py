@@ -46,7 +46,7 @@ def _write_row(draft: Draft, row: str, why: str) -> None:
 def _write_mesh(draft: Draft, row: str | None, world: int | None) -> None:
     if lost := [axis for axis in SAME_DATA_AXES if draft.value(f"mesh.{axis}", 1) != 1]:
         told = [path for path in DATA_AXIS_PATHS if draft.value(path) not in (None, 1)]
-        draft.implied(DATA_AXIS_PATHS)
+        draft.implied(DATA_AXIS_PATHS, "all ranks are data ranks")
         draft.lossy(told, f"without {' and '.join(lost)} more ranks are left to the data axes: they take them all")
         return
     replicas, shards = draft.value("mesh.dp_replicate"), draft.value("mesh.dp_shard")

@@ -106,9 +106,14 @@ def _half(draft: Draft, words: dict[str, str]) -> None:
 
 
 def _states(draft: Draft, master: str) -> None:
-    for state in ("weight", "accumulate", "buffers"):
+    buffers = draft.value("precision.buffers", LOADED)
+    if buffers in (LOADED, master):
+        draft.implied("precision.buffers", "" if buffers == LOADED else f"the model is built in {master}")
+    else:
+        draft.lossy("precision.buffers", "buffers keep the dtype that the model gives them")
+    for state in ("weight", "accumulate"):
         path = f"precision.{state}"
-        if draft.value(path, master) == master or (state == "buffers" and draft.value(path) == LOADED):
+        if draft.value(path, master) == master:
             draft.implied(path)
         elif draft.value(path) == LOADED:
             draft.lossy(path, "the model is built in training.dtype, float32, whatever the weights come in")

@@ -105,9 +105,10 @@ def _legacy(reader: TrainerReader) -> dict[str, Any]:
             meanings["offload"] = True
         elif word == "auto_wrap":
             meanings["wraps"] = True
-    reader.mark("fsdp", "renamed", "words are deprecated: say fsdp: true, and the rest in fsdp_config")
-    if wrong or meanings.get("row") not in (None, "zero3", "shard_grad_op"):
-        reader.keep("fsdp", "a word of FSDP's first version")
+    if _is_worded(reader):
+        reader.mark("fsdp", "applied")
+    else:
+        reader.mark("fsdp", "renamed", "words are deprecated: say fsdp: true, and the rest in fsdp_config")
     if wrong:
         reader.refuse("fsdp", f"it names {wrong[0]!r}, which is no option of FSDP: say fsdp: true")
     elif meanings.get("row") not in (None, "zero3", "shard_grad_op") and fsdp_version(reader) == 2:

@@ -101,7 +101,7 @@ def _optimizer(draft: Draft) -> None:
     if options:
         draft.lossy("optimizer.options", f"no field for {', '.join(options)}: pass your own optimizer")
     else:
-        draft.implied("optimizer.options")
+        draft.implied("optimizer.options", "how a step is computed, not what")
 
 
 # -- schedule ------------------------------------------------------------------------------------------------------
