@@ -636,6 +636,12 @@ def test_a_summary_reads_promised_then_measured() -> None:
         "disk, of this rank: read 3.00 GB at 1.50 GB/s, wrote 2.00 GB at n/a GB/s",
         "optimizer step on the CPU: 0.50 G parameters/s",
     ]
+    sent = {
+        "traffic_bytes_promised": {"all_gather": 2**20, "tp all_gather": None},
+        "traffic_bytes_measured": {"all_gather": 2**20, "tp all_gather": 2**21},
+    }
+    assert "tp all-gather per step: promised n/a, measured 2.00 MiB" in summary_lines({**SUMMARY, **sent})
+    assert summary.bytes_line({**SUMMARY, **sent}).endswith("sent per step 1.00 MiB, as promised")
     unknown = {**SUMMARY, "step_s_promised": None, "calibrated": False, "no_promise": "no peak is known"}
     assert summary_lines(unknown)[-1].startswith("pace: promised n/a (no peak is known), measured 0.25 s")
     assert "promised n/a, measured" in summary_lines({**unknown, "peak_memory_bytes_promised": None})[-2]

@@ -410,3 +410,22 @@ def test_the_mesh_is_drawn() -> None:
     assert signs == "each [ ] reads its own sequences, | divides them (cp 2), || parts copies"
     assert mesh_picture({"dp_shard": 16, "tp": 4})[0].startswith("[0-3] [4-7] ... [60-63]   ")
     assert mesh_picture({"dp_replicate": 16, "dp_shard": 1, "tp": 2})[0].startswith("[0-1] [2-3] ... [30-31]   ")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft, in threads
+def test_what_adapters_in_stages_send_is_not_promised(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    values = of_transformers(tmp_path, 4, {"tp": 2, "pp": 2})
+    values |= {"lora": {"rank": 2, "target_modules": ["down_proj"]}}
+    transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**LLAMA | {"num_hidden_layers": 4})
+    ).save_pretrained(tmp_path)
+    values["model"]["weights"] = "pretrained"
+    values["train"] |= {"steps": 1}
+    train(values, 4)
+    (summary,) = lines(run_folder(values), "summary")
+    promised, measured = summary["traffic_bytes_promised"], summary["traffic_bytes_measured"]
+    assert {name.partition(" ")[0] for name, count in promised.items() if count is None} == {"tp", "send"}
+    assert all(measured[name] == count for name, count in promised.items() if count is not None)
+    assert all(measured[name] for name, count in promised.items() if count is None)

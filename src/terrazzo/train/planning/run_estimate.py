@@ -131,22 +131,22 @@ def _trace_of_pass(of: _TracedPass) -> ActivationTrace | None:
     return traced[0].stretched(names[1], copies)
 
 
-def exchanges_of(config: Config, setup: Setup, rank: int) -> dict[str, int]:
+def exchanges_of(config: Config, setup: Setup, rank: int) -> dict[str, int] | None:
     """Bytes of activations that a rank sends in a step along tp, cp and pp, by the names of `Traffic.by_name`.
 
     By formulas, unless some weights are frozen: then gradients of activations end where nothing before them is trained,
-    and the model's own operators are traced, but for stages, which each have trained weights. Empty if that is not
+    and the model's own operators are traced, but for stages, which each have trained weights. None if that is not
     possible, and for pipelines with frozen weights whose ranks also share matrices or sequences.
     """
     mesh = setup.mesh
     if mesh.tp * mesh.cp == 1 or setup.model.trainable_numel == setup.model.numel:
         return expected_exchanges(setup, rank * mesh.pp // mesh.world_size)
     if mesh.pp > 1:
-        return {}
+        return None
     model = prepare_model(_traced(config, setup, shortened=False))
     traced = _trace_of(model, config, setup, find_units(model, None)[0])
     if traced is None:
-        return {}
+        return None
     sent = {name: count * setup.micro_batches for name, count in traced[1].items()}
     if mesh.cp > 1 and setup.context == "ulysses":  # a trace has nothing of where documents begin
         sent[PLACES] = expected_exchanges(setup, 0)[PLACES]

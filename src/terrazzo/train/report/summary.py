@@ -23,6 +23,9 @@ UPDATES = ("stepped_numel", "step_s")
 ROUTED = "ep all_to_all"
 NOT_PROMISED = ("control", ROUTED)
 """Kinds of traffic that are not known before: a few bytes of flags and norms, and rows for other ranks' experts."""
+EXCHANGES = ("tp", "cp", "send")
+"""How the names begin of what `exchanges_of` has: along tp and cp, and from stage to stage. Not promised where it is
+None."""
 
 WHOLE = 0.995
 """From this share of places learnt, a run counts as learning all: the last sequence of an epoch may be short."""
@@ -89,10 +92,16 @@ def summarize(
     in_round = Counter(promise.round_traffic(session.micro_batches).bytes)
     usage = engine.store.usage()
     estimate, why = _promise(session)
-    for kind, count in exchanges_of(session.config, estimate.setup, session.ranks.rank).items() if estimate else ():
+    exchanges = exchanges_of(session.config, estimate.setup, session.ranks.rank) if estimate else None
+    for kind, count in (exchanges or {}).items():
         in_step[kind] += count
         in_round[kind] += count * round_steps
     kinds = [kind for kind in in_round | Counter(sent.round) | Counter(sent.step) if kind not in NOT_PROMISED]
+
+    def promised(counts: Counter[str]) -> dict[str, int | None]:
+        unknown = EXCHANGES if exchanges is None else ()
+        return {kind: None if kind.partition(" ")[0] in unknown else counts[kind] for kind in kinds}
+
     return {
         "state_bytes_promised": bill.total_bytes - bill.grad_bytes - bill.transient_bytes,
         "state_bytes_measured": engine.state_bytes(),
@@ -104,10 +113,10 @@ def summarize(
         "disk_bytes_measured": usage["disk_bytes"],
         "pinned_bytes": usage["pinned_bytes"],
         "offload": {name: usage[name] for name in (*TRAFFIC, *UPDATES)},
-        "traffic_bytes_promised": {kind: in_step[kind] for kind in kinds},
+        "traffic_bytes_promised": promised(in_step),
         "traffic_bytes_measured": {kind: sent.step.get(kind, 0) for kind in kinds},
         "round_steps": round_steps,
-        "round_traffic_bytes_promised": {kind: in_round[kind] for kind in kinds},
+        "round_traffic_bytes_promised": promised(in_round),
         "round_traffic_bytes_measured": {kind: sent.round.get(kind, 0) for kind in kinds},
         "routed_bytes_if_even": expected_rows_bytes(estimate.setup) if estimate else None,
         "routed_bytes_measured": sent.step.get(ROUTED, 0),
@@ -165,8 +174,8 @@ def bytes_line(summary: Mapping[str, Any]) -> str:
     keys = {"states": "state_bytes", "transient": "transient_bytes", "host": "host_bytes", "files": "disk_bytes"}
     pairs = {name: (summary[f"{key}_promised"], summary[f"{key}_measured"]) for name, key in keys.items()}
     for name, sent in _sent(summary).items():
-        promised, measured = (sum(counts) for counts in zip((0, 0), *sent.values(), strict=True))
-        pairs[f"sent {name}"] = (promised, measured)
+        known = [(promised, measured) for promised, measured in sent.values() if promised is not None]
+        pairs[f"sent {name}"] = tuple(sum(counts) for counts in zip((0, 0), *known, strict=True))
     parts, is_as_promised = [], True
     for name, (promised, measured) in pairs.items():
         if promised or measured or name == "states":
@@ -189,13 +198,15 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     return [*lines, _peak_line(summary), _pace_line(summary)]
 
 
-def _sent(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Bytes promised and measured, by kind: per step, or on average and in the step where groups meet."""
+def _sent(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[float | None, float]]]:
+    """Bytes promised, None: not known, and measured, by kind: per step, or on average and where groups meet."""
     steps = summary["round_steps"]
 
-    def by_kind(key: str, share: int) -> dict[str, tuple[float, float]]:
+    def by_kind(key: str, share: int) -> dict[str, tuple[float | None, float]]:
         promised, measured = (summary[f"{key}_{which}"] for which in ("promised", "measured"))
-        return {kind: (promised[kind] / share, measured[kind] / share) for kind in promised}
+        return {
+            kind: (None if sent is None else sent / share, measured[kind] / share) for kind, sent in promised.items()
+        }
 
     in_step = by_kind("traffic_bytes", 1)
     if steps == 1:
