@@ -101,7 +101,39 @@ def stacked(x: Tensor) -> Tensor:
     return one * other + pairs[:, 0] + pairs.select(1, 1) + pairs.sum(1) + pairs.movedim(1, 0)[1]
 
 
+def rotated_by_complex(x: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.view(B, T, -1, HEAD // 2, 2).float())
+    angles = torch.polar(torch.ones(T, 1, HEAD // 2), torch.arange(T * HEAD / 2).view(T, 1, HEAD // 2))
+    return torch.view_as_real(pairs * angles).flatten(2).type_as(x)
+
+
+def scanned(x: Tensor) -> Tensor:
+    out, state = torch.zeros(B, T, x.shape[-1]), torch.zeros_like(x[:, 0])
+    for t in range(T):
+        state = 0.5 * state + x[:, t]
+        out[:, t] = state
+    return out
+
+
+def negatives_dropped(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[x < 0] = 0
+    x[:, :2] = x[:, [3, 2]] + x[[[1], [0]], torch.tensor([0, 1])]
+    return x
+
+
+def each_sample(x: Tensor) -> Tensor:
+    return torch.stack([one.softmax(0) for one in x]) + F.hardswish(x) - torch.rsub(x, 2 * x) + F.softsign(x)
+
+
 RIGHT = {
+    "rotated-complex": rotated_by_complex,
+    "scanned": scanned,
+    "written": negatives_dropped,
+    "each-sample": each_sample,
+    "windows": lambda x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1) + torch.fft.fft(x, dim=1).real,
+    "depthwise": lambda x: F.conv1d(x.mT, torch.ones(x.shape[-1], 1, 3), padding=1, groups=x.shape[-1]).mT,
+    "data": lambda x: x * x.data.sigmoid(),
     "gated": lambda x: F.silu(x) * x.tanh(),
     "dropped": lambda x: F.dropout(F.gelu(x), 0.0),
     "norm-of-heads": lambda x: F.rms_norm(x.view(B, T, -1, HEAD), (HEAD,)).flatten(2),
@@ -166,6 +198,23 @@ def one_head(x: Tensor) -> Tensor:
     return (x @ x.transpose(1, 2)).softmax(-1) @ x
 
 
+def with_first_written(x: Tensor) -> Tensor:
+    x[..., :4] = 0
+    return x
+
+
+def first_written_of(x: Tensor) -> Tensor:
+    out = torch.zeros(B, T, x.shape[-1])
+    out[..., 1:] = x[..., :-1]
+    return out
+
+
+def written_behind(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y.data = x.detach().softmax(-1)
+    return x * y
+
+
 WRONG = {
     "softmax": (lambda x: x.softmax(-1), WIDTH),
     "log_softmax": (lambda x: F.log_softmax(x, dim=2), WIDTH),
@@ -196,6 +245,16 @@ WRONG = {
     "detached": (lambda x: x / (x.detach().abs().amax(-1, keepdim=True) + 1), WIDTH),
     "read-alone": (lambda x: x * x.detach().norm().clamp(min=1.0), WIDTH),
     "maximum": (lambda x: x - x.max(-1, keepdim=True)[0], WIDTH),
+    "fft2": (lambda x: torch.fft.fft2(x).real, WIDTH),
+    "written": (lambda x: with_first_written(x.clone()), WIDTH),
+    "written-of": (lambda x: first_written_of(x), WIDTH),
+    "data": (lambda x: x * x.data.softmax(-1), WIDTH),
+    "data-written": (lambda x: written_behind(x), WIDTH),
+    "complex": (lambda x: x * torch.view_as_complex(x.view(B, T, -1, 2)).abs().repeat(1, 1, 2), WIDTH),
+    "unfolded": (lambda x: F.pad(x, (1, 1)).unfold(2, 3, 1).mean(-1), WIDTH),
+    "shuffled": (lambda x: F.channel_shuffle(x.mT, 4).mT, WIDTH),
+    "convolved": (lambda x: F.conv1d(x.mT, torch.ones(x.shape[-1], x.shape[-1], 3), padding=1).mT, WIDTH),
+    "moved-by-pad": (lambda x: F.pad(x, (-1, 1)), WIDTH),
     "padded": (lambda x: F.pad(x, (1, 0))[..., :-1], WIDTH),
     "fft": (lambda x: torch.fft.fft(x).real, WIDTH),
     "topk": (lambda x: x * (x >= x.topk(2).values[..., -1:]), WIDTH),
@@ -223,3 +282,89 @@ def test_a_view_as_all_heads_of_which_a_rank_has_some_is_refused() -> None:
     for column in ("colwise", Colwise(heads=4)):
         with pytest.raises(tz.Misuse, match=r"calls reshape .*makes heads of channels.*Colwise\(heads=n\)"):
             run(between, WIDTH, column)
+
+
+def test_what_torch_does_not_call_elementwise_is_refused_by_its_operator() -> None:
+    with pytest.raises(
+        tz.Misuse, match=r"calls channel_shuffle .*aten\.\w+.*not known to keep channels apart.*Tag\.pointwise"
+    ):
+        run(WRONG["shuffled"][0], WIDTH, "colwise")
+
+
+@pytest.mark.parametrize("is_tagged", [True, False])
+def test_an_operator_of_the_models_own_says_that_it_computes_element_by_element(is_tagged: bool) -> None:
+    name = f"tests_channels::twice_{is_tagged}".lower()
+    torch.library.define(name, "(Tensor x) -> Tensor", tags=(torch.Tag.pointwise,) if is_tagged else ())
+    torch.library.impl(name, "CompositeExplicitAutograd")(lambda x: 2 * x)
+    operator = getattr(torch.ops.tests_channels, name.rpartition(":")[2])
+
+    def between(x: Tensor) -> Tensor:
+        return x + operator(x.detach())
+
+    if is_tagged:
+        check(between, WIDTH, "colwise")
+    else:
+        with pytest.raises(tz.Misuse, match=r"computes by tests_channels\.twice_false"):
+            run(between, WIDTH, "colwise")
+
+
+@pytest.mark.parametrize("plan", [("colwise", "rowwise"), ("colwise_gather_output", "rowwise_split_input")])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_ranks_have_summed_or_gathered_is_changed_in_place(plan, batch: int) -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.down(self.up(x).relu_())
+            y += x
+            return y.relu_()
+
+    base, values = Residual(), inputs()[:batch]
+
+    def body(rank: int):
+        model = tz.parallelize(
+            copy.deepcopy(base), tz.mesh(tp=2, device="cpu"), tensor=dict(zip(("up", "down"), plan, strict=True))
+        )
+        output = model(values)
+        output.sum().backward()
+        return output.detach(), model.up.weight.grad
+
+    found = run_in_threads(2, body)
+    wanted = base(values)
+    wanted.sum().backward()
+    for rank, (output, grad) in enumerate(found):
+        torch.testing.assert_close(output, wanted.detach())
+        torch.testing.assert_close(grad, base.up.weight.grad.chunk(2)[rank])
+
+
+def test_kernels_of_attention_have_heads_where_they_take_them() -> None:
+    torch.library.define("tests_channels::_flash_attn_forward", "(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
+
+    @torch.library.impl("tests_channels::_flash_attn_forward", "CompositeImplicitAutograd")
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [each.transpose(1, 2) for each in (q, k, v)]
+        return F.scaled_dot_product_attention(*parts).transpose(1, 2), q.new_zeros(())
+
+    def between(q: Tensor) -> Tensor:
+        return torch.ops.tests_channels._flash_attn_forward(q, q, q)[0]
+
+    check(lambda x: between(x.view(B, T, -1, HEAD)).flatten(2), WIDTH, "colwise")
+    with pytest.raises(tz.Misuse, match=r"calls flash_attn_forward .*its heads are no dim"):
+        run(lambda x: joined(between(heads(x))), WIDTH, "colwise")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_function_that_the_model_compiles_is_run_as_it_is() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def between(x: Tensor) -> Tensor:
+        return joined(flex_attention(*[heads(x)] * 3))
+
+    base, found = run(between, WIDTH, "colwise", grad=False)
+    with torch.no_grad():
+        wanted = base(inputs())
+    for output, _ in found:
+        torch.testing.assert_close(output, wanted)

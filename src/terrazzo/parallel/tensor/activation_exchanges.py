@@ -1,7 +1,8 @@
 """Exchanges of activations and their gradients among the ranks along `tp`.
 
 Each exchange in forward has one in backward: that of a gather is a sum that is scattered, and a sum needs none. Sums
-run in rank order, ((r0 + r1) + r2) + ..., and those of 16-bit values in fp32. All tensors are plain.
+run in rank order, ((r0 + r1) + r2) + ..., and those of 16-bit values in fp32. All tensors are plain, and none but that
+of `copy` is a view, which torch would let no model change in place.
 """
 
 from __future__ import annotations
@@ -102,12 +103,12 @@ class TensorRanks(AxisRanks):
         padding = -flat.numel() % self.size
         flat = torch.nn.functional.pad(flat, (0, padding)) if padding else flat.clone()
         total = self._exchanged(self._collectives.all_reduce(flat, _sum_dtype(part), 1)).finish()
-        return total[: part.numel()].view(part.shape).to(part.dtype)
+        return total[: part.numel()].view(part.shape).to(part.dtype).detach()
 
     def _reduce_scatter(self, part: Tensor) -> Tensor:
         chunks = torch.stack(part.chunk(self.size, SEQUENCE))
         total = self._exchanged(self._collectives.reduce_scatter(chunks.view(-1), _sum_dtype(part))).finish()
-        return total.view(chunks.shape[1:]).to(part.dtype)
+        return total.view(chunks.shape[1:]).to(part.dtype).detach()
 
     def _all_gather(self, own: Tensor, dim: int, numel: int | None = None) -> Tensor:
         """All ranks' parts along `dim`, of equal sizes, or such as `runs_of` makes of `numel`."""
@@ -122,7 +123,7 @@ class TensorRanks(AxisRanks):
 
     def _own_part(self, whole: Tensor, dim: int) -> Tensor:
         start, stop = runs_of(whole.shape[dim], self.size)[self.rank]
-        return whole.narrow(dim, start, stop - start).contiguous()
+        return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
 def runs_of(numel: int, parts: int) -> list[tuple[int, int]]:

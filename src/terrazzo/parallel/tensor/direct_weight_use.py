@@ -108,9 +108,7 @@ class _DirectUse(FunctionWatch):
         self.before(module, lambda *_: count(1), first=True)
         self.after(module, lambda _: count(-1), always=True)
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         size = asks_size(func)
         if not self._users and (size or not is_question(func)):
             texts, does = (self._of_size, "asks the size of") if size else (self._texts, "computes with")
@@ -118,4 +116,4 @@ class _DirectUse(FunctionWatch):
                 if isinstance(each, Tensor) and (known := texts.get(id(each))) and not self._running[id(each)]:
                     name, text = known
                     raise Misuse(f"The model's forward {does} {name!r} ({function_name(func)}) {text}")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)

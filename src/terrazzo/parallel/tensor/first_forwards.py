@@ -29,7 +29,10 @@ class ForwardWatch:
 
 
 class FunctionWatch(TorchFunctionMode, ForwardWatch):
-    """Sees what torch's functions are given, and which modules run, by hooks that it removes."""
+    """Sees what torch's functions are given, and which modules run, by hooks that it removes.
+
+    What a compiler traces is not seen, such as a compiled function of the model, which would compile the watch, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +47,17 @@ class FunctionWatch(TorchFunctionMode, ForwardWatch):
         """Call `action` with a module's output behind all other hooks, `always`: with None where it has raised."""
         hook: Any = lambda module, args, output: action(output)  # noqa: E731
         self._handles.append(module.register_forward_hook(hook, always_call=always))
+
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call one of torch's functions, for its result."""
+        raise NotImplementedError
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        return self.called(func, args, kwargs or {})
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.__enter__()  # type: ignore[no-untyped-call, unused-ignore]

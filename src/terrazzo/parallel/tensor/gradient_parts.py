@@ -96,10 +96,8 @@ class _Shares(FunctionWatch):
                 "gradient would count once for each rank. Give one of the two modules that style, and not both."
             )
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         if is_question(func) or not torch.is_grad_enabled():
             return result
         tensors = [each for each in arguments(args, kwargs) if isinstance(each, Tensor) and each.requires_grad]

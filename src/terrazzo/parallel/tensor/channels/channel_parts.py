@@ -2,34 +2,36 @@
 
 There each rank has a part of the channels: `softmax(-1)`, `mean(-1)` or a norm over them would be of this rank's alone,
 `flip(-1)` or the halves of a fused matrix other channels than of the whole, without an error. First forwards are
-watched. What `channel_rules` does not follow is not looked at, such as autograd functions of a model's own, nor what
-this package computes.
+watched. Not seen: numbers, such as sizes and what `item()` returns, and what computes by no function or operator of
+torch. What this package computes is not looked at.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from terrazzo.engine.runtime.overrides import arguments, function_name, is_question
+from terrazzo.engine.runtime.overrides import function_name, is_question
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import Misuse
 from terrazzo.parallel.tensor.arguments import first_activation
-from terrazzo.parallel.tensor.channels.channel_rules import cuts_behind
+from terrazzo.parallel.tensor.channels.channel_rules import rule_of
 from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, FunctionCall, Mixed
+from terrazzo.parallel.tensor.channels.elementwise import OperatorWatch
 from terrazzo.parallel.tensor.first_forwards import FunctionWatch, has_compiled
 
 __all__ = ["ChannelParts", "Run"]
 
-_PASSED_ON = "__torch_function__"
-"""The function of another watch, which has let a call through."""
+_PASSED_ON = ("__torch_function__", "called")
+"""The functions of another watch, which has let a call through."""
 _PACKAGE = __name__.partition(".tensor")[0] + "."
+_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -110,25 +112,38 @@ class _Channels(FunctionWatch):
                 f"each rank's part after the other, as {cut.name!r} returns them, or give neither a style."
             )
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self._within or is_question(func) or _is_called_here(sys._getframe(1)):
-            return result
-        call = FunctionCall(_name_of(func), args, kwargs or {}, result, self._cuts.get)
-        given = [each for each in arguments(args, kwargs) if isinstance(each, Tensor)]
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        is_looked_at = not self._within and (func in _DATA or not is_question(func))
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)] if is_looked_at else []
         mixed = next((found for each in given if (found := self._mixed.get(each)) is not None), None)
-        if mixed is not None and any(self._cuts.get(each) is not None for each in given):
+        cut = [each for each in given if self._cuts.get(each) is not None]
+        if not (cut or mixed) or _is_called_here(sys._getframe(1)):
+            return func(*args, **kwargs)
+        if cut and mixed is not None:
             raise mixed
+        call = FunctionCall(_name_of(func), args, kwargs, self._cuts.get)
+        if call.name == "iter":
+            return iter(self.called(Tensor.unbind, args, kwargs))
+        if mixed is None:
+            return self._followed(func, call)
+        result = func(*args, **kwargs)
+        self._note_mixed(replace(call, result=result), mixed)
+        return result
+
+    def _followed(self, func: Any, call: FunctionCall) -> Any:
+        """The result of a call with channels in parts; it is noted where these are in it."""
+        if (rule := rule_of(call)) is not None:
+            result = func(*call.args, **call.named)
+        else:
+            with OperatorWatch(each for each in call.tensors if call.cut_of(each) is not None) as operators:
+                result = func(*call.args, **call.named)
+            rule = operators.rule
+        call = replace(call, result=result)
         try:
-            behind = cuts_behind(call)
+            for each, cut in rule(call):
+                self._cuts[each] = cut
         except Mixed as error:
-            mixed, behind = _misuse(call.name, error), []
-        if mixed is not None:
-            self._note_mixed(call, mixed)
-        for each, cut in behind:
-            self._cuts[each] = cut
+            self._note_mixed(call, _misuse(call.name, error))
         return result
 
     def _note_mixed(self, call: FunctionCall, refused: Misuse) -> None:
@@ -141,7 +156,7 @@ class _Channels(FunctionWatch):
 
 def _is_called_here(frame: FrameType | None) -> bool:
     """Whether it is this package that computes, as where ranks exchange heads for tokens, and not the model."""
-    while frame is not None and (_module_of(frame).startswith("torch.") or frame.f_code.co_name == _PASSED_ON):
+    while frame is not None and (_module_of(frame).startswith("torch.") or frame.f_code.co_name in _PASSED_ON):
         frame = frame.f_back
     return frame is not None and _module_of(frame).startswith(_PACKAGE)
 
@@ -161,5 +176,6 @@ def _misuse(name: str, error: Mixed) -> Misuse:
         f"The model's forward calls {name} on what {column!r}, of style 'colwise', has computed: that {error.does}. "
         f"Give {column!r} the style 'colwise_gather_output' and the 'rowwise' behind it 'rowwise_split_input', so that "
         "every rank has all channels between them, or give neither a style. Matrices that are fused into one need "
-        "terrazzo.parallel.Colwise(parts=...); and what is only read, as for a log, a .detach() before."
+        "terrazzo.parallel.Colwise(parts=...); what is only read, as for a log, a .detach() before; and an operator of "
+        "your own that computes element by element, torch.library's tags=torch.Tag.pointwise."
     )

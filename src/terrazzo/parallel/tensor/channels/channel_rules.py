@@ -2,39 +2,25 @@
 
 Behind a `colwise` the whole tensor would be the ranks' tensors side by side along one dim: its last, or heads behind a
 view. A function is right there if what it makes of the whole tensor is what ranks make of their parts, side by side
-again. Of functions that are not named here, one whose result is as large as its arguments, broadcast, is taken to
-compute element by element; the result of any other is not followed.
+again. One that has no rule here must compute element by element, as `elementwise` sees, or is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, ChannelCuts, FunctionCall, Mixed, leaves, merged
+from terrazzo.parallel.tensor.channels.cut_dim import ChannelCuts, ChannelRule, FunctionCall, Mixed, leaves, merged
 from terrazzo.parallel.tensor.channels.moved_dims import MOVES
 
-__all__ = ["cuts_behind"]
+__all__ = ["rule_of"]
 
 
-def cuts_behind(call: FunctionCall) -> ChannelCuts:
-    """The results of a call that ranks have in parts, and along which dim.
-
-    Raises:
-        Mixed: the call computes with channels of this rank where it would with those of others.
-    """
-    tensors = [each for each in leaves([*call.args, *call.named.values()]) if isinstance(each, Tensor)]
-    if not any(call.cut_of(each) for each in tensors) or call.name.startswith("new_"):
-        return []
-    if (rule := _RULES.get(call.name)) is not None:
-        return rule(call)
-    if (cut := call.cut) is not None and (mixed := _mixed_dims(call)) is not None:
-        if cut.dim in mixed:
-            raise Mixed(cut, "computes with all channels together where each rank has a part of them")
-        return _with_fewer_dims(call, cut, mixed)
-    return _elementwise(call, tensors)
+def rule_of(call: FunctionCall) -> ChannelRule | None:
+    """The rule for a call that has no result yet; None: there is none for functions of its name."""
+    return _RULES.get(call.name) or (None if _dims_along(call) is None else _along)
 
 
 # -- functions along some dims ---------------------------------------------------------------------------------
@@ -45,14 +31,16 @@ _REDUCE_OR_PLACE = (
     "sum", "nansum", "mean", "nanmean", "prod", "amax", "amin", "max", "min", "aminmax", "any", "all", "std",
     "var", "std_mean", "var_mean", "median", "nanmedian", "argmax", "argmin", "count_nonzero", "logsumexp",
     "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "softmax", "log_softmax", "softmin", "flip",
-    "unfold", "gather", "index_select", "index_add", "index_copy", "index_fill", "scatter", "scatter_add",
-    "scatter_reduce",
+    "gather", "index_select", "index_add", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce",
+    "fftshift", "ifftshift",
 )  # fmt: skip
-_ALONG: dict[str, tuple[int, int | None]] = {
+_ALONG: dict[str, tuple[int, int | tuple[int, int] | None]] = {
     **dict.fromkeys(_REDUCE_OR_PLACE, (1, _ALL)),
     **dict.fromkeys(("sort", "argsort", "mode"), (1, -1)),
     **dict.fromkeys(("norm", "vector_norm", "quantile", "nanquantile", "roll", "take_along_dim"), (2, _ALL)),
     **dict.fromkeys(("topk", "kthvalue", "diff", "fft", "ifft", "rfft", "irfft", "hfft", "ihfft"), (2, -1)),
+    **dict.fromkeys(("fft2", "ifft2", "rfft2", "irfft2"), (2, (-2, -1))),
+    **dict.fromkeys(("fftn", "ifftn", "rfftn", "irfftn"), (2, _ALL)),
     **dict.fromkeys(("normalize", "cosine_similarity"), (2, 1)),
     "gumbel_softmax": (4, -1),
 }
@@ -65,15 +53,17 @@ _LAST = {
 }
 """Functions that compute along so many last dims."""
 
+_CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 
-def _mixed_dims(call: FunctionCall) -> list[int] | None:
+
+def _dims_along(call: FunctionCall) -> list[int] | None:
     """The dims of its first argument along which a function computes; None where it is none that is known to."""
-    name, count = call.name, call.first.dim()
+    name, count = call.name, call.first.dim() if isinstance(call.first, Tensor) else 0
     if name in _ALONG:
         place, default = _ALONG[name]
         read = call.numbers if name == "flip" else call.argument
         given = read(place, "dim", "dims", "axis")
-        if isinstance(given, Tensor):  # torch.max of two
+        if isinstance(given, Tensor) or "other" in call.named:  # torch.max of two
             return None
         return call.dims(_ALL if isinstance(given, bool) else default if given is None else given)
     if name in _LAST:
@@ -84,37 +74,32 @@ def _mixed_dims(call: FunctionCall) -> list[int] | None:
         return list(range(1, count))
     if name == "batch_norm":
         return [0, *range(2, count)]
-    if name == "instance_norm" or name.startswith("conv"):
+    if name == "instance_norm":
         return list(range(2, count))
+    if name in _CONVOLUTIONS:
+        channels = count - 1 - _CONVOLUTIONS[name]
+        return list(range(channels + (call.argument(6, "groups") == call.first.shape[channels]), count))
     if name.endswith("_loss") or name in ("cross_entropy", "kl_div"):
         return call.dims(_ALL) if call.named.get("reduction", "mean") != "none" or "cross" in name else None
     return None
 
 
-def _with_fewer_dims(call: FunctionCall, cut: ChannelCut, gone: Sequence[int]) -> ChannelCuts:
+def _along(call: FunctionCall) -> ChannelCuts:
     """Results of a function along dims that ranks have whole, which may have left these out."""
+    cut, along = call.cut, _dims_along(call) or []
+    for other in filter(None, map(call.cut_of, call.tensors)):
+        if cut is None or other.dim != cut.dim:
+            raise Mixed(other, "puts channels together with another dim")
+    if cut is None:
+        return []
+    if cut.dim in along:
+        raise Mixed(cut, "computes with all channels together where each rank has a part of them")
     found = []
     for each in call.results:
-        dim = cut.dim if each.dim() == call.first.dim() else cut.dim - sum(dim < cut.dim for dim in set(gone))
-        if dim < each.dim() and each.shape[dim] == cut.numel:
-            found.append((each, replace(cut, dim=dim)))
-    return found
-
-
-# -- element by element ----------------------------------------------------------------------------------------
-
-
-def _elementwise(call: FunctionCall, tensors: Sequence[Tensor]) -> ChannelCuts:
-    found = []
-    for result in call.results:
-        cuts = []
-        for each in tensors:
-            shift = result.dim() - each.dim()
-            sizes = [] if shift < 0 else zip(each.shape, result.shape[shift:], strict=True)
-            if shift >= 0 and all(own in (1, size) for own, size in sizes) and (cut := call.cut_of(each)) is not None:
-                cuts.append(replace(cut, dim=cut.dim + shift))
-        if cuts:
-            found.append((result, merged(cuts, result)))
+        dim = cut.dim if each.dim() == call.first.dim() else cut.dim - sum(dim < cut.dim for dim in set(along))
+        if dim >= each.dim() or each.shape[dim] != cut.numel:
+            raise Mixed(cut, "gives a result in which its channels are not found")
+        found.append((each, replace(cut, dim=dim)))
     return found
 
 
@@ -122,7 +107,7 @@ def _elementwise(call: FunctionCall, tensors: Sequence[Tensor]) -> ChannelCuts:
 
 
 def _matmul(call: FunctionCall) -> ChannelCuts:
-    one, other = [each for each in (*call.args, *call.named.values()) if isinstance(each, Tensor)][-2:]
+    *added, one, other = call.tensors
     letters = "".join(map(chr, range(ord("a"), ord("a") + 20)))
 
     def batch(tensor: Tensor) -> str:
@@ -131,7 +116,8 @@ def _matmul(call: FunctionCall) -> ChannelCuts:
     left = batch(one) + ("xy" if one.dim() > 1 else "y")
     right = batch(other) + ("yz" if other.dim() > 1 else "y")
     out = max(batch(one), batch(other), key=len) + "x" * (one.dim() > 1) + "z" * (other.dim() > 1)
-    return _contracted(call, [one, other], [left, right], out)
+    shift = len(out) - added[0].dim() if added else 0
+    return _contracted(call, [one, other, *added], [left, right, out[shift:]], out)
 
 
 def _linear(call: FunctionCall) -> ChannelCuts:
@@ -143,7 +129,7 @@ def _linear(call: FunctionCall) -> ChannelCuts:
 def _einsum(call: FunctionCall) -> ChannelCuts:
     equation, operands = call.args[0], [each for each in leaves(call.args[1:]) if isinstance(each, Tensor)]
     if not isinstance(equation, str):
-        return []
+        raise Mixed(next(filter(None, map(call.cut_of, call.tensors))), "has no equation that could be read")
     left, arrow, out = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if not arrow:
@@ -157,7 +143,7 @@ def _einsum(call: FunctionCall) -> ChannelCuts:
 
 def _contracted(call: FunctionCall, operands: Sequence[Tensor], terms: Sequence[str], out: str) -> ChannelCuts:
     """A sum of products, as `torch.einsum` names it."""
-    cuts = [(term[cut.dim], cut) for each, term in zip(operands, terms, strict=True) if (cut := call.cut_of(each))]
+    cuts = [(term[cut.dim], cut) for each, term in zip(operands, terms, strict=False) if (cut := call.cut_of(each))]
     for letter, cut in cuts:
         if letter not in out:
             raise Mixed(cut, "adds up over channels of which each rank has a part")
@@ -166,22 +152,28 @@ def _contracted(call: FunctionCall, operands: Sequence[Tensor], terms: Sequence[
     return [(result, merged(placed, result))]
 
 
-def _attention(call: FunctionCall) -> ChannelCuts:
-    query, key, value = call.argument(0, "query"), call.argument(1, "key"), call.argument(2, "value")
-    (result,) = call.results
-    cuts = []
-    for each, whole in ((query, (-1,)), (key, (-1, -2)), (value, (-2,))):
-        if (cut := call.cut_of(each)) is not None:
-            if cut.dim - each.dim() in whole:
-                raise Mixed(cut, "adds up over channels of which each rank has a part, since its heads are no dim")
-            cuts.append(cut)
-    return [(result, merged(cuts, result))] if cuts else []
+def _attention(*whole_dims: int) -> ChannelRule:
+    """A rule for attention, whose heads are no such dim of queries, keys, values and the output."""
+
+    def rule(call: FunctionCall) -> ChannelCuts:
+        names, cuts = ("query", "key", "value"), []
+        for place, name in enumerate(names):
+            each = call.argument(place, name, name[0])
+            if (cut := call.cut_of(each)) is not None:
+                if cut.dim - each.dim() in whole_dims:
+                    raise Mixed(cut, "adds up over channels of which each rank has a part, since its heads are no dim")
+                cuts.append(cut)
+        result = call.results[0]
+        return [(result, merged(cuts, result))] if cuts else []
+
+    return rule
 
 
-_RULES: dict[str, Callable[[FunctionCall], ChannelCuts]] = {
+_RULES: dict[str, ChannelRule] = {
     **MOVES,
     **dict.fromkeys(("matmul", "bmm", "mm", "baddbmm", "addmm"), _matmul),
     "linear": _linear,
     "einsum": _einsum,
-    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("scaled_dot_product_attention", "flex_attention"), _attention(-1, -2)),
+    **dict.fromkeys(("flash_attn_forward", "flash_attn_varlen_forward"), _attention(-1, -3)),
 }

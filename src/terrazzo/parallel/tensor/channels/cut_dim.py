@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["ChannelCut", "ChannelCuts", "FunctionCall", "Mixed", "leaves", "merged"]
+__all__ = ["ChannelCut", "ChannelCuts", "ChannelRule", "FunctionCall", "Mixed", "leaves", "merged"]
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,14 @@ class FunctionCall:
     Attributes:
         name: of the function, of a method that changes its tensor without the `_` behind it.
         cut_of: the dim that ranks have in parts, of a tensor of which that is known.
+        result: None before it is called.
     """
 
     name: str
     args: Sequence[Any]
     named: Mapping[str, Any]
-    result: Any
     cut_of: Callable[[Tensor], ChannelCut | None]
+    result: Any = None
 
     def argument(self, place: int, *names: str, default: Any = None) -> Any:
         """The argument at a place, or under a name."""
@@ -104,13 +105,30 @@ class FunctionCall:
         return [each % max(count, 1) for each in (given if isinstance(given, list | tuple) else [given])]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Those that it was given to compute with."""
+        named = [value for name, value in self.named.items() if name != "out"]
+        return [each for each in leaves([*self.args, *named]) if isinstance(each, Tensor)]
+
+    @property
     def results(self) -> list[Tensor]:
-        return [each for each in leaves(self.result) if isinstance(each, Tensor)]
+        """What it has returned, or has written to."""
+        return [
+            each for each in leaves(self.first if self.name == "setitem" else self.result) if isinstance(each, Tensor)
+        ]
 
     @property
     def cut(self) -> ChannelCut | None:
         """That of the first argument."""
         return self.cut_of(self.first) if isinstance(self.first, Tensor) else None
+
+
+ChannelRule = Callable[[FunctionCall], ChannelCuts]
+"""The results of a call that ranks have in parts, and along which dim.
+
+Raises:
+    Mixed: the call computes with channels of this rank where it would with those of others.
+"""
 
 
 def leaves(values: Any) -> list[Any]:

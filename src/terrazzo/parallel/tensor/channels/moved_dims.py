@@ -8,23 +8,39 @@ from typing import Any
 
 from torch import Tensor
 
-from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, ChannelCuts, FunctionCall, Mixed, merged
+from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, ChannelCuts, ChannelRule, FunctionCall, Mixed, merged
+from terrazzo.parallel.tensor.channels.places import PLACES, TAKES
 from terrazzo.parallel.tensor.channels.split_views import through_view
 
 __all__ = ["MOVES"]
 
+Move = Callable[[FunctionCall, ChannelCut, Tensor], ChannelCut | None]
+"""Where channels of the first argument are in a result; None: nobody knows."""
 
-def _moved(order_of: Callable[[FunctionCall, int], Sequence[int]]) -> Callable[[FunctionCall], ChannelCuts]:
-    """A rule for a function that gives dims another order: `order_of` says which of the old ones each is."""
+
+def _of_first(move: Move) -> ChannelRule:
+    """A rule for a function that makes of its first argument what the others say."""
 
     def rule(call: FunctionCall) -> ChannelCuts:
         if (cut := call.cut) is None:
             return []
-        count = call.first.dim()
-        order = [each % count for each in order_of(call, count)]
-        return [(each, replace(cut, dim=order.index(cut.dim))) for each in call.results]
+        return [(each, behind) for each in call.results if (behind := move(call, cut, each)) is not None]
 
     return rule
+
+
+def _kept(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
+    return cut
+
+
+def _moved(order_of: Callable[[FunctionCall, int], Sequence[int]]) -> Move:
+    """Dims in another order: `order_of` says which of the old ones each is."""
+
+    def move(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
+        count = call.first.dim()
+        return replace(cut, dim=[each % count for each in order_of(call, count)].index(cut.dim))
+
+    return move
 
 
 def _swapped(call: FunctionCall, count: int) -> list[int]:
@@ -41,10 +57,7 @@ def _movedim(call: FunctionCall, count: int) -> list[int]:
     return [at[dim] if dim in at else next(rest) for dim in range(count)]
 
 
-def _viewed(call: FunctionCall) -> ChannelCuts:
-    if (cut := call.cut) is None:
-        return []
-    (result,) = call.results
+def _viewed(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut | None:
     shape, old = list(result.shape), list(call.first.shape)
     given: Any = call.numbers(1, "size", "shape")
     if call.name == "unflatten":
@@ -53,56 +66,85 @@ def _viewed(call: FunctionCall) -> ChannelCuts:
     elif call.name == "flatten" or isinstance(given, Tensor):
         given = shape
     elif not isinstance(given, list | tuple | int):  # a view in another dtype
-        return []
+        return cut
     given = [given] if isinstance(given, int) else list(given)
-    behind = through_view(cut, old, shape, given.index(-1) if -1 in given else None)
-    return [] if behind is None else [(result, behind)]
+    return through_view(cut, old, shape, given.index(-1) if -1 in given else None)
 
 
-def _unsqueezed(call: FunctionCall) -> ChannelCuts:
-    if (cut := call.cut) is None:
-        return []
-    (result,) = call.results
-    dim = int(call.argument(1, "dim")) % result.dim()
-    return [(result, replace(cut, dim=cut.dim + (dim <= cut.dim)))]
+def _unsqueezed(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
+    return replace(cut, dim=cut.dim + (int(call.argument(1, "dim")) % result.dim() <= cut.dim))
 
 
-def _squeezed(call: FunctionCall) -> ChannelCuts:
-    if (cut := call.cut) is None:
-        return []
-    (result,) = call.results
+def _squeezed(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
     gone = [dim for dim in call.dims(call.argument(1, "dim")) if call.first.shape[dim] == 1]
-    return [] if cut.dim in gone else [(result, replace(cut, dim=cut.dim - sum(dim < cut.dim for dim in gone)))]
+    if cut.dim in gone:
+        raise Mixed(cut, "leaves out the dim of channels, of which this rank has one")
+    return replace(cut, dim=cut.dim - sum(dim < cut.dim for dim in gone))
 
 
-def _expanded(call: FunctionCall) -> ChannelCuts:
-    if (cut := call.cut) is None:
-        return []
-    (result,) = call.results
+def _expanded(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
     dim = cut.dim + result.dim() - call.first.dim()
     sizes = cut.sizes if result.shape[dim] == cut.numel else (result.shape[dim],)
-    return [(result, replace(cut, dim=dim, sizes=sizes, heads=(None,) * len(sizes)))]
+    return replace(cut, dim=dim, sizes=sizes, heads=(None,) * len(sizes))
 
 
-def _repeated(call: FunctionCall) -> ChannelCuts:
-    if (cut := call.cut) is None:
-        return []
-    (result,) = call.results
+def _repeated(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
     dim = cut.dim + result.dim() - call.first.dim()
-    if result.dim() == call.first.dim() and call.name == "repeat_interleave":
-        times = result.shape[dim] // cut.numel
-        return [(result, replace(cut, sizes=tuple(size * times for size in cut.sizes)))]
-    times = result.shape[dim] // cut.numel
-    return [(result, replace(cut, dim=dim, sizes=cut.sizes * times, heads=cut.heads * times))]
+    times, left = divmod(result.shape[dim], cut.numel) if dim >= 0 else (0, 1)
+    is_flat = call.name == "repeat_interleave" and result.dim() != call.first.dim()
+    if left or is_flat or (times > 1 and isinstance(call.argument(1, "repeats"), Tensor)):
+        raise Mixed(cut, "repeats channels, each rank others")
+    if call.name == "repeat_interleave":
+        return replace(cut, sizes=tuple(size * times for size in cut.sizes))
+    return replace(cut, dim=dim, sizes=cut.sizes * times, heads=cut.heads * times)
+
+
+def _halved(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
+    """Of `glu`: the first half of a dim, times a gate of the second."""
+    (dim,), half = call.dims(call.argument(1, "dim", default=-1)), cut.numel // 2
+    if dim != cut.dim:
+        return cut
+    cut.between(half, cut.numel)
+    return cut.between(0, half)
+
+
+def _padded(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
+    place = 2 * (result.dim() - 1 - cut.dim)  # of pairs, the last dim's first
+    if any(call.argument(1, "pad")[place : place + 2]):
+        raise Mixed(cut, "adds channels where each rank has a part of them")
+    return cut
+
+
+def _windowed(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
+    """Of `Tensor.unfold`: windows along a dim, whose places are in a new last one."""
+    if len(call.args) + len(call.named) != 4 or "kernel_size" in call.named:  # torch.nn.functional.unfold
+        raise Mixed(cut, "is not known to keep channels apart")
+    if call.dims(call.argument(1, "dimension")) == [cut.dim]:
+        raise Mixed(cut, TAKES)
+    return cut
+
+
+def _paired(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
+    """Of `view_as_complex`: pairs of the last dim."""
+    if cut.dim == result.dim():
+        raise Mixed(cut, TAKES)
+    return cut
+
+
+def _shared(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
+    """Of `.data`, which is read, or set."""
+    if call.result is None:
+        raise Mixed(cut, "gives a tensor the values of another, which is not followed")
+    return cut
+
+
+# -- of several tensors, or to several -------------------------------------------------------------------------
 
 
 def _joined(call: FunctionCall) -> ChannelCuts:
-    tensors = call.argument(0, "tensors")
     (result,) = call.results
-    cuts = [call.cut_of(each) for each in tensors]
+    cuts = [call.cut_of(each) for each in call.argument(0, "tensors")]
     known = [cut for cut in cuts if cut is not None]
-    if not known:
-        return []
     (dim,) = call.dims(call.argument(1, "dim", "axis", default=0), result)
     if call.name == "stack":
         return [(result, merged([replace(cut, dim=cut.dim + (dim <= cut.dim)) for cut in known], result))]
@@ -116,111 +158,50 @@ def _joined(call: FunctionCall) -> ChannelCuts:
     return [(result, replace(known[0], sizes=sizes, heads=tuple(each for cut in known for each in cut.heads)))]
 
 
-_TAKES = "takes channels by their places, and each rank has other ones there"
-
-
 def _taken(call: FunctionCall) -> ChannelCuts:
     """Of `chunk` and its like: consecutive parts along a dim; of `select` and `unbind` without it."""
     if (cut := call.cut) is None:
         return []
-    place = 1 if call.name in ("unbind", "select", "narrow") else 2
-    (dim,) = call.dims(call.argument(place, "dim", default=0))
-    results = call.results
+    drops = call.name in ("unbind", "select")
+    (dim,) = call.dims(call.argument(1 if drops or call.name == "narrow" else 2, "dim", default=0))
     if dim != cut.dim:
-        shift = dim < cut.dim and call.name in ("unbind", "select")
-        return [(each, replace(cut, dim=cut.dim - shift)) for each in results]
-    if call.name in ("unbind", "select"):
-        raise Mixed(cut, _TAKES)
+        return [(each, replace(cut, dim=cut.dim - (drops and dim < cut.dim))) for each in call.results]
+    if drops:
+        raise Mixed(cut, TAKES)
     start, found = int(call.argument(2, "start")) if call.name == "narrow" else 0, []
-    for each in results:
+    for each in call.results:
         found.append((each, cut.between(start, start + each.shape[dim])))
         start += each.shape[dim]
     return found
 
 
-def _halved(call: FunctionCall) -> ChannelCuts:
-    """Of `glu`: the first half of a dim, times a gate of the second."""
-    if (cut := call.cut) is None:
-        return []
-    (dim,), half = call.dims(call.argument(1, "dim", default=-1)), cut.numel // 2
-    if dim == cut.dim:
-        cut.between(half, cut.numel)
-        cut = cut.between(0, half)
-    return [(each, cut) for each in call.results]
-
-
-def _indexed(call: FunctionCall) -> ChannelCuts:
-    if (cut := call.cut) is None:
-        return []
-    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    used = sum(_dims_of(each) for each in index if each is not Ellipsis)
-    filled: list[Any] = []
-    for each in index if any(each is Ellipsis for each in index) else (*index, Ellipsis):
-        filled += [slice(None)] * (call.first.dim() - used) if each is Ellipsis else [each]
-    if sum(isinstance(each, Tensor | list) for each in filled) > 1:
-        return []
-    old = new = 0
-    for each in filled:
-        takes = _dims_of(each)
-        if old <= cut.dim < old + takes:
-            if not isinstance(each, slice):
-                raise Mixed(cut, _TAKES)
-            return [(result, replace(_sliced(cut, each), dim=new)) for result in call.results]
-        old += takes
-        is_mask = isinstance(each, Tensor) and each.dtype.is_floating_point is False and takes > 1
-        new += 1 if each is None or isinstance(each, slice) or is_mask else getattr(each, "ndim", 0) or _list(each)
-    return []
-
-
-def _dims_of(index: Any) -> int:
-    """How many dims an index takes up: a mask has its own."""
-    if index is None or isinstance(index, bool):
-        return 0
-    return int(index.dim()) if isinstance(index, Tensor) and str(index.dtype) == "torch.bool" else 1
-
-
-def _list(index: Any) -> int:
-    return int(isinstance(index, list))
-
-
-def _sliced(cut: ChannelCut, taken: slice) -> ChannelCut:
-    start, stop, step = taken.indices(cut.numel)
-    if step == 1:
-        return cut.between(start, stop)
-    if len(cut.sizes) == 1 and cut.numel % step == 0 and start < step and stop > cut.numel - step + start:
-        return replace(cut, sizes=(cut.numel // step,), heads=(None,))  # every second one, say: of neighbours
-    raise Mixed(cut, _TAKES)
-
-
-def _padded(call: FunctionCall) -> ChannelCuts:
-    if (cut := call.cut) is None:
-        return []
-    (result,) = call.results
-    if result.shape[cut.dim] != cut.numel:
-        raise Mixed(cut, "adds channels where each rank has a part of them")
-    return [(result, cut)]
-
-
-def _nothing(call: FunctionCall) -> ChannelCuts:
-    return []
-
-
-MOVES: dict[str, Callable[[FunctionCall], ChannelCuts]] = {
-    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _moved(_swapped)),
-    **dict.fromkeys(("t", "T", "H"), _moved(lambda call, count: range(count)[::-1])),
-    **dict.fromkeys(("mT", "mH", "adjoint"), _moved(lambda call, count: [*range(count - 2), count - 1, count - 2])),
-    "permute": _moved(lambda call, count: call.numbers(1, "dims")),
-    **dict.fromkeys(("movedim", "moveaxis"), _moved(_movedim)),
-    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"), _viewed),
-    "unsqueeze": _unsqueezed,
-    "squeeze": _squeezed,
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
-    **dict.fromkeys(("repeat", "tile", "repeat_interleave"), _repeated),
+_FRESH = ("item", "tolist", "numpy", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+MOVES: dict[str, ChannelRule] = {
+    **{
+        name: _of_first(move)
+        for names, move in {
+            ("transpose", "swapaxes", "swapdims"): _moved(_swapped),
+            ("t", "T", "H"): _moved(lambda call, count: range(count)[::-1]),
+            ("mT", "mH", "adjoint"): _moved(lambda call, count: [*range(count - 2), count - 1, count - 2]),
+            ("permute",): _moved(lambda call, count: call.numbers(1, "dims")),
+            ("movedim", "moveaxis"): _moved(_movedim),
+            ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"): _viewed,
+            ("unsqueeze",): _unsqueezed,
+            ("squeeze",): _squeezed,
+            ("expand", "expand_as", "broadcast_to"): _expanded,
+            ("repeat", "tile", "repeat_interleave"): _repeated,
+            ("glu",): _halved,
+            ("pad",): _padded,
+            ("unfold",): _windowed,
+            ("view_as_complex",): _paired,
+            ("view_as_real", "real", "imag", "conj", "type_as"): _kept,
+            ("data",): _shared,
+        }.items()
+        for name in names
+    },
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _joined),
     **dict.fromkeys(("chunk", "split", "tensor_split", "split_with_sizes", "unbind", "select", "narrow"), _taken),
-    "glu": _halved,
-    "getitem": _indexed,
-    "pad": _padded,
-    **dict.fromkeys(("setitem", "type_as", "size", "item", "tolist", "numpy"), _nothing),
+    **dict.fromkeys(_FRESH, lambda call: []),
+    **PLACES,
 }
 """What each makes of the dim that ranks have in parts."""

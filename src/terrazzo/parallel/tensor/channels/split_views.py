@@ -17,7 +17,7 @@ _HEADS = (
 
 
 def through_view(cut: ChannelCut, old: Sequence[int], new: Sequence[int], inferred: int | None) -> ChannelCut | None:
-    """The dim behind a view from one shape to another; None where that is not known.
+    """The dim behind a view from one shape to another; None where either of two may be it.
 
     Args:
         inferred: the dim of the new shape whose size was given as -1.
@@ -28,6 +28,10 @@ def through_view(cut: ChannelCut, old: Sequence[int], new: Sequence[int], inferr
     if 0 in old:
         return None
     before, after = _group(old, new, cut.dim)
+    same_behind = len(old) - before.start == len(new) - after.start
+    is_kept = len(before) == len(after) == 1 and (same_behind or len(new) >= len(old))
+    if old[cut.dim] == 1 and inferred not in after and not is_kept:
+        return None  # of one head here: with which of its neighbours all heads are made one dim is not known
     outer = math.prod(old[before.start : cut.dim])
     inner = math.prod(old[cut.dim + 1 : before.stop])
     sizes, heads = tuple(size * inner for size in cut.sizes) * outer, cut.heads * outer
@@ -41,9 +45,9 @@ def through_view(cut: ChannelCut, old: Sequence[int], new: Sequence[int], inferr
         dim += 1
     if left > 1 and new[dim] % left:
         raise Mixed(cut, "puts channels of several positions together")
-    if inferred is not None and inferred in after and inferred != dim and math.prod(new[dim:inferred]) == left == 1:
-        if cut.in_heads:
-            return None  # of one group of heads here: which of the two dims is longer on the whole tensor is not known
+    if cut.in_heads and left == new[dim] == 1:
+        return None  # of one group of heads here: which of the two dims is longer on the whole tensor is not known
+    if inferred is not None and inferred in after and math.prod(new[dim:inferred]) == left == 1:
         dim = inferred
     within = math.prod(new[dim + 1 : after.stop])
     own = (new[dim] // left,) * left
