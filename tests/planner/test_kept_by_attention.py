@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from terrazzo.engine import Plan, Precision
-from terrazzo.planner import Request, ask, build_setup
+from terrazzo.planner import Request, ask, build_setup, model_shape
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.model.closed_form import shape_of_config
@@ -55,6 +55,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ReLU": ("opt", OLD | {"ffn_dim": INNER, "word_embed_proj_dim": WIDTH, "dropout": 0.0}),
     "layer norms in fp32": ("olmo", USUAL),
 }
+BERT_DROPS = ("attention_probs_dropout_prob", "hidden_dropout_prob")
+
 LAYERS = {"gpt2": "n_layer", "gptj": "n_layer", "bloom": "n_layer"}
 
 
@@ -84,7 +86,7 @@ def of_transformers(family: str, values: dict[str, Any], dtype: torch.dtype) -> 
 
 
 def promised(family: str, values: dict[str, Any], dtype: torch.dtype) -> float:
-    shape = shape_of_config({"model_type": family, **values}, family)
+    shape = model_shape({"model_type": family, **values})
     setup = Setup(
         shape,
         Cluster(CPU),
@@ -103,6 +105,18 @@ def test_layers_keep_what_is_promised(model: str, dtype: torch.dtype) -> None:
     few, more = ({**values, LAYERS.get(family, "num_hidden_layers"): layers} for layers in (4, 8))
     measured = of_transformers(family, more, dtype) - of_transformers(family, few, dtype)
     assert promised(family, more, dtype) - promised(family, few, dtype) == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dropped", [0.0, 0.1])
+def test_layers_of_a_model_that_is_there_do_too(dropped: float, dtype: torch.dtype) -> None:
+    """Cohere has no row in the table, and layer norms in plain operators; BERT is read by other keys."""
+    for family, drops in {"cohere": ("attention_dropout",), "bert": BERT_DROPS}.items():
+        values = USUAL | {"is_decoder": True, "num_key_value_heads": HEADS} | dict.fromkeys(drops, dropped)
+        few, more = ({**values, "num_hidden_layers": layers} for layers in (4, 8))
+        measured = of_transformers(family, more, dtype) - of_transformers(family, few, dtype)
+        expected = promised(family, more, dtype) - promised(family, few, dtype)
+        assert expected == pytest.approx(measured, rel=0.06), family
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -126,8 +126,13 @@ def _between(local: BlockSetting, block: BlockShape) -> float:
 
 
 def _norm(local: BlockSetting, block: BlockShape) -> float:
-    """Bytes per token that a norm keeps: its input, and where it computes in fp32 a copy and the normalised input."""
+    """Bytes per token that a norm keeps: its input, and where it computes in fp32 a copy and the normalised input.
+
+    A layer norm in plain operators takes the mean off twice, and keeps both, and the normalised input.
+    """
     width, item = block.hidden, local.itemsize
+    if block.norm == "plain_layer" and not local.fused:
+        return width * 3 * FP32_BYTES
     if block.norm == "layer" or local.fused:
         return width * (max(item, FP32_BYTES) if block.wide_norm and not local.fused else item)
     if block.torch_norm:

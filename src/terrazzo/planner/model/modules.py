@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -167,7 +167,6 @@ class _Guide:
         is_block = next(module.children(), None) is not None  # and no large layer, which is a unit where none repeats
         if not hidden or not heads or not wide or not is_block:
             return None
-        norms = [type(part).__name__ for part in module.modules() if "Norm" in type(part).__name__]
         kv_heads = _attribute(config, "kv_heads") or heads
         routed = any(tensor.role == "expert" for tensor in tensors)
         ffn = _attribute(config, "expert_ffn" if routed else "ffn") or 4 * hidden
@@ -185,7 +184,7 @@ class _Guide:
             experts=self.experts if routed else 0,
             active_experts=min(_attribute(config, "active") or self.experts, self.experts) if routed else 0,
             shared_ffn=shared if routed else 0,
-            norm="layer" if any("LayerNorm" in norm for norm in norms) else "rms",
+            norm=_norm_kind(module),
             norms=round(_norm_channels(module, hidden, head_dim, heads, kv_heads) / hidden),
             window=window,
             torch_norm=any(isinstance(part, nn.RMSNorm) for part in module.modules()),
@@ -199,6 +198,14 @@ class _Guide:
 def _drops(config: Any, keys: Sequence[str]) -> bool:
     values = (getattr(config, key, None) for key in keys)
     return any(isinstance(value, int | float) and value > 0 for value in values)
+
+
+def _norm_kind(block: nn.Module) -> Literal["rms", "layer", "plain_layer"]:
+    """What the norms of a block are: torch's layer norm, one that a model writes in plain operators, or RMS norms."""
+    layers = [part for part in block.modules() if "LayerNorm" in type(part).__name__]
+    if not layers:
+        return "rms"
+    return "layer" if any(isinstance(part, nn.LayerNorm) for part in layers) else "plain_layer"
 
 
 def _nonlinearity(block: nn.Module) -> Nonlinearity:

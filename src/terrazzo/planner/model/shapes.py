@@ -101,7 +101,8 @@ class BlockShape:
         ffn: inner width of the dense MLP, or of one routed expert. `gated`: SwiGLU and its like, three matrices.
         experts, active_experts: routed experts, and how many a token meets; 0 for a dense MLP.
         shared_ffn: inner width of the experts that every token meets.
-        norm: `rms` or `layer`. `norms` counts full-width ones in a block.
+        norm: `rms`, `layer`, or `plain_layer` where that is plain operators in fp32, as Cohere's. `norms` counts
+            full-width ones in a block.
         dropout: whether a part of what attention and MLP give is dropped, whose masks are kept; `attention_dropout`:
             of the softmax of scores.
         window: tokens that attention looks back, None for all. `stride`: beyond it each at a multiple of that distance.
@@ -137,7 +138,7 @@ class BlockShape:
     experts: int = 0
     active_experts: int = 0
     shared_ffn: int = 0
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "layer", "plain_layer"] = "rms"
     norms: int = 2
     dropout: bool = False
     attention_dropout: bool = False
