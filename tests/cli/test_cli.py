@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 from terrazzo import cli
 from terrazzo.errors import BadInput, Diverged, Misuse, SaveFailed
-from terrazzo.exit_codes import DIVERGED, EXIT_CODES, UNREAD
+from terrazzo.exit_codes import DIVERGED, EXIT_CODES, INTERRUPTED, UNREAD
 from tests.helpers import programs
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +47,20 @@ def test_paragraphs_of_the_help_fill_the_terminal(verb: str) -> None:
 def test_version_is_the_projects() -> None:
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert CliRunner().invoke(cli.app, ["--version"]).output == f"terrazzo {stated}\n"
+
+
+def test_an_interrupt_of_the_imports_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "terrazzo.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "terrazzo.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("terrazzo", run_name="__main__")
+    assert ended.value.code == INTERRUPTED
 
 
 @pytest.mark.parametrize(
