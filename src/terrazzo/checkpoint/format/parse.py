@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import NonNegativeInt, ValidationError
 
@@ -129,14 +129,6 @@ def _wrong_version(where: str, version: int) -> str:
     return f"The checkpoint '{where}' has format version {version}, and this release reads {read}: use {which}."
 
 
-class _Claim(NamedTuple):
-    """Bytes of a file that a range claims."""
-
-    first: int
-    last: int
-    what: str
-
-
 def _problems(manifest: Manifest) -> Iterator[str]:
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
@@ -149,23 +141,31 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         yield from (f"{name!a} is in two parameter groups" for name, count in grouped.items() if count > 1)
     if len(manifest.ranks) not in (0, manifest.topology.world_size):
         yield f"it has random generators of {len(manifest.ranks)} ranks, not of {manifest.topology.world_size}"
-    claimed: dict[int, list[_Claim]] = defaultdict(list)
     for name, tensor in manifest.tensors.items():
         for kind, state in tensor.states.items():
-            what = f"{ascii(name)[1:-1]}, {kind}"
-            if kind in ("weight", "buffer") and state.numel != math.prod(tensor.shape):
-                yield f"{what}: {state.numel} elements do not make the shape {tensor.shape}"
-            yield from _tile_problems(what, tensor, state)
-            for tile_name, tile in named_tiles(what, state):
-                yield from _range_problems(manifest, tile_name, tile, ITEMSIZES[state.dtype], claimed)
-    for file, claims in claimed.items():
-        yield from _overlaps(manifest.files[file].name, claims)
+            yield from _state_problems(_what(name, kind), kind, tensor, state)
+    for what, state, tile in _tiles(manifest):
+        yield from _range_problems(manifest, what, tile, ITEMSIZES[state.dtype])
+    yield from _overlaps(manifest)
     yield from (f"the alias {alias!r} is of nothing" for alias, name in manifest.aliases.items()
                 if name not in manifest.tensors or alias in manifest.tensors)  # fmt: skip
 
 
-def _tile_problems(what: str, tensor: Tensor, state: State) -> Iterator[str]:
+def _what(name: str, kind: str) -> str:
+    return f"{ascii(name)[1:-1]}, {kind}"
+
+
+def _tiles(manifest: Manifest) -> Iterator[tuple[str, State, Tile]]:
+    """All tiles with their states, and names for messages."""
+    for name, tensor in manifest.tensors.items():
+        for kind, state in tensor.states.items():
+            yield from ((what, state, tile) for what, tile in named_tiles(_what(name, kind), state))
+
+
+def _state_problems(what: str, kind: str, tensor: Tensor, state: State) -> Iterator[str]:
     """Why the tiles of a state are not it. They are looked at before their ranges are."""
+    if kind in ("weight", "buffer") and state.numel != math.prod(tensor.shape):
+        yield f"{what}: {state.numel} elements do not make the shape {tensor.shape}"
     space = index_space(tensor.shape, state.numel)
     for tile in state.tiles:
         if not len(tile.offsets) == len(tile.sizes) == len(space):
@@ -189,9 +189,7 @@ def named_tiles(what: str, state: State) -> Iterator[tuple[str, Tile]]:
     yield from ((what if only else f"{what}, {rectangle_of(tile)}", tile) for tile in state.tiles)
 
 
-def _range_problems(
-    manifest: Manifest, what: str, tile: Tile, itemsize: int, claimed: dict[int, list[_Claim]]
-) -> Iterator[str]:
+def _range_problems(manifest: Manifest, what: str, tile: Tile, itemsize: int) -> Iterator[str]:
     position = 0
     for part in tile.ranges:
         if part.start != position or part.stop <= part.start or part.file >= len(manifest.files):
@@ -203,13 +201,17 @@ def _range_problems(
             yield f"{what}: the range {part.start}..{part.stop} is not inside {file.name}"
         if len(part.digests) != -(-count_bytes // manifest.block_bytes):
             yield f"{what}: the range {part.start}..{part.stop} has {len(part.digests)} digests"
-        claimed[part.file].append(_Claim(part.offset, part.offset + count_bytes, what))
     if position != (numel := math.prod(tile.sizes)):
         yield f"{what}: ranges hold {position} of {numel} elements"
 
 
-def _overlaps(file: str, claims: Iterable[_Claim]) -> Iterator[str]:
-    ordered = sorted(claims, key=lambda claim: claim.first)
-    for before, after in pairwise(ordered):
-        if after.first < before.last:
-            yield f"{before.what} and {after.what} overlap in {file}"
+def _overlaps(manifest: Manifest) -> Iterator[str]:
+    """Ranges of one file that share bytes. They are looked at after each has been found to be inside of its file."""
+    claims = sorted(
+        (part.file, part.offset, part.offset + (part.stop - part.start) * ITEMSIZES[state.dtype], what)
+        for what, state, tile in _tiles(manifest)
+        for part in tile.ranges
+    )
+    for (file, _, end, what), (next_file, start, _, next_what) in pairwise(claims):
+        if file == next_file and start < end:
+            yield f"{what} and {next_what} overlap in {manifest.files[file].name}"
