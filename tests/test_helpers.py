@@ -199,6 +199,24 @@ def test_a_failing_process_shows_the_first_traceback() -> None:
         assert pool.run(_sum_of_ranks) == [1.0, 1.0]
 
 
+def _say(what: str, fails: bool) -> None:
+    os.write(2, what.encode())
+    if fails:
+        print("on the other stream")
+        raise ValueError("it fails")
+
+
+@pytest.mark.processes
+def test_what_ranks_print_is_shown_where_a_function_fails() -> None:
+    with Pool(1) as pool:
+        pool.run(_say, "of one that does not fail", False)
+        with pytest.raises(
+            RankFailed, match="it fails\n\nrank 0 said:\nof one that does\non the other stream"
+        ) as failed:
+            pool.run(_say, "of one that does\n", True)
+        assert "does not fail" not in str(failed.value)
+
+
 @pytest.mark.processes
 def test_an_interrupted_run_leaves_no_answer_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(deadline: float, grace_s: float) -> None:

@@ -15,6 +15,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,14 +33,15 @@ _running: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or ran out of time; the message holds the traceback that came first."""
+    """A rank raised, died or ran out of time; the message holds the traceback that came first, and what ranks said."""
 
 
 class Pool:
     """`world_size` gloo processes with one thread each, joined in one default group until the pool closes.
 
     Functions must be importable (module level), and they and their results picklable. A failure closes the
-    pool, because ranks that lost a peer cannot be trusted; the next `run` starts a new set.
+    pool, because ranks that lost a peer cannot be trusted; the next `run` starts a new set. What a function prints, on
+    either stream, is shown where it fails.
     """
 
     starting = staticmethod(spawning_by_fork)
@@ -76,11 +78,19 @@ class Pool:
         failures = sorted((at, rank, text) for rank, (ok, text, at) in reports.items() if not ok)
         missing = [rank for rank in range(self.world_size) if rank not in reports]
         if failures or missing:
+            said = self._said()
             self.close(kill=True)
             if failures:
-                raise RankFailed(f"rank {failures[0][1]} failed first:\n{failures[0][2]}")
-            raise RankFailed(f"ranks {missing} gave no answer within {timeout_s:.0f} s and were killed")
+                raise RankFailed(f"rank {failures[0][1]} failed first:\n{failures[0][2]}{said}")
+            raise RankFailed(f"ranks {missing} gave no answer within {timeout_s:.0f} s and were killed{said}")
         return [reports[rank][1] for rank in range(self.world_size)]
+
+    def _said(self) -> str:
+        """What ranks have printed in the last function."""
+        assert self._folder is not None
+        said = ((rank, _output(self._folder.name, rank)) for rank in range(self.world_size))
+        texts = ((rank, path.read_text(errors="replace")) for rank, path in said if path.exists())
+        return "".join(f"\nrank {rank} said:\n{text}" for rank, text in texts if text)
 
     def close(self, kill: bool = False) -> None:
         """End the processes: politely after a success, by force after a failure. The next `run` starts others."""
@@ -157,6 +167,10 @@ def run_in_processes(
 def serve(rank: int, world_size: int, folder: str, pipe: Connection, backend: str = "gloo") -> None:
     """Body of one process: join the group, then run functions until the pipe closes."""
     gc.freeze()  # what the server has imported
+    output = _output(folder, rank)
+    with output.open("a") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     leave_out_traces()
@@ -177,8 +191,16 @@ def serve(rank: int, world_size: int, folder: str, pipe: Connection, backend: st
         except Exception:  # the function could not be imported here
             pipe.send((False, traceback.format_exc(), time.time()))
             continue
-        pipe.send(_attempt(function, arguments))
+        os.truncate(output, 0)
+        report = _attempt(function, arguments)
+        sys.stdout.flush()
+        pipe.send(report)
     dist.destroy_process_group()
+
+
+def _output(folder: str, rank: int) -> Path:
+    """The file of what a rank prints."""
+    return Path(folder, f"output-{rank}")
 
 
 def _attempt(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Report:
