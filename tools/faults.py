@@ -144,7 +144,7 @@ MUTATIONS = [
         "engine/buckets/gradients/gradient.py",
         "divisor.product if move.divides else 1",
         "divisor.product",
-        "engine/test_parity.py engine/test_order.py",
+        "engine/test_error_feedback.py",
     ),
     Mutation(
         "terms of a sum come in another order",

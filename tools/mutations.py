@@ -63,8 +63,13 @@ def first_failure(tree: Path, tests: Sequence[str], jobs: str) -> str | None:
         return " ".join(tests)
     if done.returncode == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
-    return failed[1] if failed else " ".join(tests)
+    return failed_in(done.stdout) or " ".join(tests)
+
+
+def failed_in(summary: str) -> str | None:
+    """The first test that pytest says has failed, by the name that pytest takes: workers add `@` and their group."""
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?:@[^@\]]+)?(?: - |$)", summary, re.MULTILINE)
+    return failed and failed[1]
 
 
 def main() -> int:
