@@ -715,7 +715,6 @@ def test_a_decay_is_no_longer_than_warm_up_leaves(warmup: int, decay: int, left:
 
 
 TOO_LONG: dict[str, dict[str, Any]] = {
-    "torchtitan": {"lr_scheduler": {"decay_ratio": 0.9, "warmup_steps": 200}, "training": {"steps": 1000}},
     "trainer": {
         "lr_scheduler_type": "warmup_stable_decay",
         "lr_scheduler_kwargs": {"num_decay_steps": 90},

@@ -381,6 +381,28 @@ def test_schedules_come_back(schedule: str) -> None:
     assert after.value("schedule.decay_steps") == (20 if schedule == "wsd" else None)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "key", "lengths"),
+    [
+        ({"decay_ratio": 0.9, "warmup_steps": 200}, "lr_scheduler.decay_ratio", ("wsd", 200, 800)),
+        ({"decay_ratio": 0.8, "warmup_steps": 200}, "", ("wsd", 200, 800)),
+        ({"decay_type": "sqrt", "warmup_steps": 200}, "", ("wsd", 200, 800)),
+        ({"decay_ratio": 0.5, "warmup_steps": 1200}, "lr_scheduler.warmup_steps", ("constant", 1000, None)),
+        ({"warmup_steps": 1200}, "lr_scheduler.warmup_steps", ("linear", 1000, None)),
+    ],
+)
+def test_lengths_are_cut_as_torchtitan_cuts_them(schedule: dict[str, Any], key: str, lengths: Any) -> None:
+    """Its `build_lr_schedulers`: warm-up is at most the run, and the decay at most what that leaves, with a warning."""
+    document = {"lr_scheduler": schedule, "training": {"steps": 1000}}
+    conversion = converted("torchtitan", "terrazzo", document)
+    for description in (conversion.before, conversion.after):
+        told = tuple(description.value(f"schedule.{name}") for name in ("name", "warmup_steps", "decay_steps"))
+        assert told == lengths
+    found = {finding.key: finding.level for finding in conversion.findings if finding.key.startswith("lr_scheduler")}
+    assert found.keys() >= {key} - {""} and set(found.values()) <= {"warning"} and bool(found) is bool(key)
+    assert not any("longer than" in each.why for each in (*conversion.verdicts, *conversion.unsaid))
+
+
 # -- torchtitan itself ---------------------------------------------------------------------------------------------
 
 

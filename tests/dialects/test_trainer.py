@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -609,6 +609,93 @@ def test_an_argument_that_bends_the_curve_is_not_lost(name: str, options: dict[s
     text = {"lr_scheduler_type": name, "lr_scheduler_kwargs": json.dumps({**options, **more})}
     outcomes = {verdict.key: verdict.kind for verdict in converted("trainer", "terrazzo", text).verdicts}
     assert outcomes["lr_scheduler_kwargs"] == "lossy"
+
+
+def _wsd(shape: str, final: float = 0.0) -> tuple[str, dict[str, Any]]:
+    kwargs = {"decay_ratio": 0.4, "decay_type": shape, "min_lr_factor": final}
+    return "torchtitan", {"training": {"steps": 20}, "lr_scheduler": {"warmup_steps": 3, **kwargs}}
+
+
+def _ours(name: str, final: float = 0.0, **more: Any) -> tuple[str, dict[str, Any]]:
+    schedule = {"name": name, "warmup_steps": 3, "final_fraction": final, **more}
+    return "terrazzo", {"train": {"steps": 20}, "optimizer": {"lr": 1.0}, "schedule": schedule}
+
+
+MEGATRON = {"lr": 1.0, "train-iters": 20, "lr-warmup-iters": 3, "lr-wsd-decay-iters": 8, "lr-decay-style": "WSD"}
+WRITTEN: list[tuple[tuple[str, dict[str, Any]], str, int, float]] = [
+    (_ours("constant"), "constant", 8, 0.0),
+    (_ours("linear"), "linear", 17, 0.0),
+    (_ours("linear", 0.1), "linear", 17, 0.1),
+    (_ours("cosine"), "cosine", 17, 0.0),
+    (_ours("cosine", 0.1), "cosine", 17, 0.1),
+    (_ours("wsd", 0.1, decay_steps=8), "linear", 8, 0.1),
+    (_wsd("linear"), "linear", 8, 0.0),
+    (_wsd("cosine", 0.1), "cosine", 8, 0.1),
+    (_wsd("sqrt"), "sqrt", 8, 0.0),
+    (
+        ("torchtitan", {"training": {"steps": 20}, "lr_scheduler": {"warmup_steps": 3, "decay_type": "sqrt"}}),
+        "sqrt",
+        17,
+        0.0,
+    ),
+    (("megatron", {**MEGATRON, "lr-wsd-decay-style": "minus_sqrt"}), "sqrt", 8, 0.0),
+    (("megatron", {**MEGATRON, "lr-wsd-decay-style": "cosine", "min-lr": 0.1}), "cosine", 8, 0.1),
+    (("megatron", MEGATRON), "linear", 8, 0.0),  # exponential, which there is not: said, and a line in its place
+]
+"""A document of another library's, and what the Trainer then does: the fall's shape and steps, and where it ends."""
+
+
+@pytest.mark.parametrize(("source", "shape", "falling", "final"), WRITTEN)
+def test_a_schedule_that_is_written_is_taken_by_transformers_and_has_that_curve(
+    source: tuple[str, dict[str, Any]], shape: str, falling: int, final: float
+) -> None:
+    """By hand: warm-up from 0 (WSD's from the lowest share), and the fall of `t` from 0 to 1 behind the last step."""
+    conversion = converted(source[0], "trainer", source[1])
+    fields = conversion.document
+    kind, options = fields.get("lr_scheduler_type", "linear"), fields.get("lr_scheduler_kwargs", {})
+    falls: dict[str, Callable[[float], float]] = {
+        "constant": lambda t: 1.0,
+        "linear": lambda t: 1 - t,
+        "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
+        "sqrt": lambda t: 1 - math.sqrt(t),
+    }
+    least = final if kind == "warmup_stable_decay" else 0.0
+    rise = [least + (1 - least) * step / 3 for step in range(3)]
+    fall = [falls[shape](step / falling) for step in range(falling)]
+    expected = [*rise, *[1.0] * (17 - falling), *(final + (1 - final) * share for share in fall)]
+    assert (fields["warmup_steps"], fields["max_steps"]) == (3, 20)
+    assert _rates(kind, options) == pytest.approx(expected, abs=1e-12)
+    told = [*conversion.verdicts, *conversion.unsaid]
+    lossy = {"schedule.decay_shape"} if source[1] is MEGATRON else set()
+    assert {each.key for each in told if "decay_shape" in each.why or each.key == "schedule.decay_shape"} == lossy
+    assert any("starts at min_lr_ratio" in each.why for each in told) is bool(least)
+
+
+@pytest.mark.parametrize("word", ["sqrt", "exponential", "1-sqrt", "linear", "cosine"])
+def test_a_decay_that_transformers_has_not_is_refused(word: str) -> None:
+    options = {"num_decay_steps": 4, "decay_type": word}
+    document = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": options, "max_steps": 20}
+    outcome = verdicts("trainer", document)["lr_scheduler_kwargs"]
+    assert (outcome.kind == "refused") is (_rates("warmup_stable_decay", options) is None)
+    assert outcome.kind != "refused" or "linear, cosine, 1-sqrt" in outcome.why
+
+
+def test_a_square_root_is_one_curve_in_every_librarys_word() -> None:
+    options = {"num_decay_steps": 8, "decay_type": "1-sqrt"}
+    fields = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": options, "max_steps": 20}
+    for target, key, word in (("torchtitan", "decay_type", "sqrt"), ("megatron", "lr-wsd-decay-style", "minus_sqrt")):
+        conversion = converted("trainer", target, fields)
+        assert conversion.document.get("lr_scheduler", conversion.document)[key] == word
+        assert {each.key: each.kind for each in conversion.verdicts}["lr_scheduler_kwargs"] == "renamed", target
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("target", ["terrazzo", "torchtitan"])
+def test_a_warm_up_from_the_lowest_rate_is_not_lost(target: str, warmup: int) -> None:
+    options = {"num_decay_steps": 8, "decay_type": "linear", "min_lr_ratio": 0.1}
+    fields = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": options, "max_steps": 20}
+    outcome = {each.key: each for each in converted("trainer", target, {**fields, "warmup_steps": warmup}).verdicts}
+    assert ("warm-up starts at min_lr_ratio" in outcome["lr_scheduler_kwargs"].why) is bool(warmup)
 
 
 def _rates(name: str, options: dict[str, Any]) -> list[float] | None:

@@ -69,6 +69,8 @@ def has_no_effect(description: Description, path: str) -> bool:
         return not any(description.value(f"schedule.warmup_{length}") for length in ("steps", "fraction"))
     if path == "schedule.decay_lag":
         return description.value("schedule.name") in (None, "constant")
+    if path == "schedule.decay_shape":
+        return bool(description.value("schedule.name") != "wsd")
     if path == "saving.every":
         return saves_when(description) in ("never", "end")
     if path.startswith("prefetch."):

@@ -176,6 +176,10 @@ class ScheduleSection:
     warmup_fraction: Annotated[Setting[float | None], "the same as a share of the run"] = UNSET
     total_steps: Annotated[Setting[int | None], "optimizer steps of the run"] = UNSET
     decay_steps: Annotated[Setting[int | None], "wsd: length of the final decay"] = UNSET
+    decay_shape: Annotated[
+        Setting[str],
+        "wsd: of the final decay, as t goes from 0 to 1: linear, cosine, sqrt (1 - √t), exponential (2^(1-t) - 1)",
+    ] = UNSET
     final_fraction: Annotated[Setting[float | None], "share of the peak that is left at the last step"] = UNSET
     warmup_lag: Annotated[
         Setting[int], "steps that warm-up is behind: step s, from 0, has s + 1 less so many of its parts of the peak"

@@ -214,7 +214,7 @@ def _loop(description: Description) -> Iterator[Finding]:
     warmup, total = description["schedule.warmup_steps"], description["schedule.total_steps"]
     if warmup.value and total.value and warmup.value > total.value:
         text = f"{warmup.value} steps of warm-up are more than the {total.value} of the run"
-        yield Finding.error(warmup.key or "schedule", text)
+        yield Finding.warning(warmup.key or "schedule", text)
     offload = description["activation_checkpointing.offload"]
     if offload.value and description.value("activation_checkpointing.mode") == "none":
         text = "it moves what activation checkpointing keeps, and there is none: turn that on"

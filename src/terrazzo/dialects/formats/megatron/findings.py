@@ -105,8 +105,8 @@ def _schedule(arguments: Mapping[str, Any], description: Description) -> Iterabl
         if {"lr-warmup-fraction", f"lr-warmup-{unit}"} <= asked:
             text = f"lr-warmup-{unit} says the warm-up as well: keep one of them"
             yield Finding.error("lr-warmup-fraction", text)
-    warmup, decay = (integer(1).parse(arguments.get(key)) for key in ("lr-warmup-iters", "lr-decay-iters"))
+    warmup, decay = description["schedule.warmup_steps"], integer(1).parse(arguments.get("lr-decay-iters"))
     decay = description.value("schedule.total_steps") if decay is MISSING else decay
-    if warmup is not MISSING and decay and warmup >= decay:
-        text = f"{warmup} steps of warm-up are not fewer than the {decay} in which the rate decays"
-        yield Finding.error("lr-warmup-iters", text)
+    if warmup.value and decay and warmup.value >= decay:
+        text = f"{warmup.value} steps of warm-up are not fewer than the {decay} in which the rate decays"
+        yield Finding.error(warmup.key or "lr-warmup-iters", text)

@@ -27,6 +27,7 @@ __all__ = [
     "ADAMS_SHARE",
     "ALIASES",
     "DECAYS",
+    "DECAY_SHAPES",
     "DEGREES",
     "FSDP_ROWS",
     "KEYS",
@@ -56,6 +57,8 @@ DECAYS = {
     "inverse-square-root": "inverse-square-root",
 }
 """Schedules by --lr-decay-style in lower case."""
+DECAY_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt", "exponential": "exponential"}
+"""Shapes of WSD's final decay by --lr-wsd-decay-style."""
 
 SCALES = {"spectral": "match_rms_adamw", "shape_scaling": "original", "unit_rms_norm": "unit_rms_norm"}
 """Ways by which Muon's updates follow a matrix's sides."""
@@ -164,7 +167,7 @@ _TRAINING = {
     "lr-decay-style": Key(choice(DECAYS), "linear", "constant, linear, cosine, inverse-square-root or WSD"),
     "lr-decay-iters": Key(integer(1), None, "steps until the rate is at its lowest; none: the run's"),
     "lr-decay-samples": Key(integer(1), None, "the same in sequences"),
-    "lr-wsd-decay-style": Key(TEXT, "exponential", "WSD: shape of the final decay"),
+    "lr-wsd-decay-style": Key(choice(DECAY_SHAPES, fold=False), "exponential", "WSD: shape of the final decay"),
     "lr-wsd-decay-iters": Key(integer(1), None, "WSD: steps of the final decay"),
     "lr-wsd-decay-samples": Key(integer(1), None, "the same in sequences"),
     "lr-warmup-iters": Key(integer(), 0, "steps of linear warm-up"),

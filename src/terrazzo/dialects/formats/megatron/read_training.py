@@ -179,10 +179,7 @@ def _final_decay(reader: Reader, whole: Setting[Any], name: str) -> SettingsByPa
     if name != "wsd":
         _unused(reader, (style, steps), "the schedule is not WSD")
         return {}
-    settings = only_from_file({"schedule.decay_steps": steps})
-    if style.value != "linear":
-        settings["schedule.options"] = derived({"decay_type": style.value}, style, origin=style.origin)
-    return settings
+    return {"schedule.decay_shape": style, **only_from_file({"schedule.decay_steps": steps})}
 
 
 def _warmup(reader: Reader, whole: Setting[Any], decay: Setting[Any]) -> SettingsByPath:

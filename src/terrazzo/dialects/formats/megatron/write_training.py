@@ -8,7 +8,15 @@ from terrazzo.dialects.core.agreement import OF_MATRICES
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left, ranks_needed
-from terrazzo.dialects.formats.megatron.keys import ADAMS_SHARE, DECAYS, KEYS, OPTIMIZERS, OWNER_OF_BETAS, SCALES
+from terrazzo.dialects.formats.megatron.keys import (
+    ADAMS_SHARE,
+    DECAY_SHAPES,
+    DECAYS,
+    KEYS,
+    OPTIMIZERS,
+    OWNER_OF_BETAS,
+    SCALES,
+)
 
 __all__ = ["write_training"]
 
@@ -110,12 +118,12 @@ def _schedule(draft: Draft) -> None:
     if draft.value("schedule.warmup_fraction"):
         draft.put("schedule.warmup_fraction", "lr-warmup-fraction", draft.value("schedule.warmup_fraction"))
     name, steps = draft.value("schedule.name"), draft.value("schedule.decay_steps")
-    style = draft.value("schedule.options", {}).get("decay_type", "linear")
     if name is not None and name not in DECAYS.values():
         draft.lossy("schedule.name", f"Megatron-LM has no schedule {name}: it decays linearly to the end")
     elif name == "wsd":
-        draft.put(("schedule.name", "schedule.options"), "lr-decay-style", "WSD")
-        draft.write("lr-wsd-decay-style", {"sqrt": "minus_sqrt"}.get(style, style))
+        draft.put("schedule.name", "lr-decay-style", "WSD")
+        words = {known: word for word, known in DECAY_SHAPES.items()}
+        draft.put("schedule.decay_shape", "lr-wsd-decay-style", words[draft.value("schedule.decay_shape", "linear")])
         _final_decay(draft, steps)
     elif name is not None:
         draft.option("schedule.name", "lr-decay-style")

@@ -257,11 +257,16 @@ def _lags(settings: Mapping[str, Setting[Any]]) -> SettingsByPath:
 
 
 def _final_decay(settings: Mapping[str, Setting[Any]]) -> SettingsByPath:
-    """A fifth of the run, where nobody says how long it is."""
-    decay = settings["schedule.decay_steps"]
-    if settings["schedule.name"].value != "wsd" or decay.value is not None:
+    """A line, over a fifth of the run where nobody says how long it is."""
+    decay, name = settings["schedule.decay_steps"], settings["schedule.name"]
+    if name.value != "wsd":
         return {}
-    return {"schedule.decay_steps": Setting(max(1, settings["schedule.total_steps"].value // 5), "default", decay.key)}
+    shape: SettingsByPath = {"schedule.decay_shape": derived("linear", name)}
+    if decay.value is not None:
+        return shape
+    return shape | {
+        "schedule.decay_steps": Setting(max(1, settings["schedule.total_steps"].value // 5), "default", decay.key)
+    }
 
 
 def _options(reader: _SchemaReader, name: str) -> SettingsByPath:

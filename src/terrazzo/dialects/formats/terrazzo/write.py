@@ -287,6 +287,7 @@ def _warmup(draft: TerrazzoDraft) -> None:
 def _decay(draft: TerrazzoDraft) -> None:
     """The decay as far as the run has room for it beside the warm-up that has been written."""
     path, total = "schedule.decay_steps", draft.value("schedule.total_steps")
+    draft.does("schedule.decay_shape", "linear")
     decay, warmup = draft.value(path, 0), draft.document.get("schedule", {}).get("warmup_steps", 0)
     if not total or decay + warmup <= total:
         draft.carry(path)

@@ -22,6 +22,7 @@ def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """What torchtitan refuses of a document, or takes otherwise than it looks."""
     flat, pipelined = flatten(reading.document, OPAQUE), reading.description.value("mesh.pp") != 1
     yield from _together(reading.values, flat)
+    yield from _schedule(reading.values)
     graphs = not reading.values.get("training.disable_cuda_graphs")
     if pipelined and graphs and not TorchtitanReader(reading.document, context).earlier:
         text = "CUDA graphs are on by default and do not support pipelines: say training.disable_cuda_graphs: true."
@@ -58,3 +59,18 @@ def _together(values: Mapping[str, Any], flat: Mapping[str, Any]) -> Iterable[Fi
         key.startswith("checkpoint.") and key != "checkpoint.enable" for key in flat
     ):
         yield Finding.warning("checkpoint.enable", "it is off: no checkpoint is written, whatever the section says.")
+
+
+def _schedule(values: Mapping[str, Any]) -> Iterable[Finding]:
+    """Lengths that torchtitan cuts, with a warning of its own."""
+    steps, warmup, ratio = (
+        KEYS[key].neutral if values.get(key) is None else values[key]
+        for key in ("training.steps", "lr_scheduler.warmup_steps", "lr_scheduler.decay_ratio")
+    )
+    if warmup > steps:
+        text = f"{warmup} steps of warm-up are more than the {steps} of the run: torchtitan cuts them to it."
+        yield Finding.warning("lr_scheduler.warmup_steps", text)
+    left, decay = max(0, steps - warmup), round(steps * (ratio or 0))
+    if decay > left:
+        text = f"a decay of {decay} steps is longer than the {left} that warm-up leaves: torchtitan cuts it to them."
+        yield Finding.warning("lr_scheduler.decay_ratio", text)

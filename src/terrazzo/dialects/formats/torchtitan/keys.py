@@ -5,6 +5,7 @@ from __future__ import annotations
 from terrazzo.dialects.core.keys import ANY, BOOLEAN, TEXT, Key, Rows, choice, integer, number, section
 
 __all__ = [
+    "DECAY_SHAPES",
     "DEGREES",
     "KEYS",
     "LOCAL_BATCH",
@@ -41,7 +42,9 @@ _FLOATS = {"float32": "fp32", "bfloat16": "bf16"}
 _DTYPE, _WIRE = choice(_FLOATS, fold=False), choice({"float32": "fp32"}, fold=False)
 _EXPORT = choice({**_FLOATS, "float16": "fp16"}, fold=False)
 _RESHARD = choice({"default": None, "always": True, "never": False}, fold=False)
-_DECAY = choice({name: name for name in ("linear", "sqrt", "cosine")}, fold=False)
+DECAY_SHAPES = ("linear", "sqrt", "cosine")
+"""Shapes of the decay, in the words of the neutral description."""
+_DECAY = choice({name: name for name in DECAY_SHAPES}, fold=False)
 _AC = choice({"fullac": "full", "selectiveac": "selective_half", "memorybudgetac": "selective"})
 _ASYNC = choice({"disabled": False, "async": True, "async_with_pinned_mem": True})
 _HF = choice({True: "hf", False: "none"})

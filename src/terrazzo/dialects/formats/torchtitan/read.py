@@ -223,32 +223,32 @@ def _of_matrices(reader: Reader, arguments: Any) -> dict[str, Any]:
 
 
 def _schedule(reader: Reader) -> SettingsByPath:
-    total = reader.take("training.steps")
-    kind, ratio = reader.take("lr_scheduler.decay_type"), reader.take("lr_scheduler.decay_ratio")
+    """The schedule, cut as torchtitan cuts it: warm-up to the run, and the decay to what the warm-up leaves."""
+    total, kind = reader.take("training.steps"), reader.take("lr_scheduler.decay_type")
+    warmup, ratio = reader.take("lr_scheduler.warmup_steps"), reader.take("lr_scheduler.decay_ratio")
+    if warmup.value > total.value:
+        warmup = derived(total.value, warmup, total, origin=warmup.origin)
     settings = {
         "schedule.total_steps": total,
-        "schedule.warmup_steps": reader.take("lr_scheduler.warmup_steps"),
+        "schedule.warmup_steps": warmup,
         "schedule.final_fraction": reader.take("lr_scheduler.min_lr_factor"),
-        "schedule.name": derived(kind.value, kind, origin=kind.origin),
         "schedule.warmup_lag": Setting(0, "default"),
         "schedule.decay_lag": derived(1, kind, ratio),
     }
-    if ratio.value is None:
-        return settings
-    reader.keep(ratio.key, "as a share of the run", loss="harmless")
-    if kind.origin == "file":
-        reader.keep(kind.key, "the shape of the final decay", loss="harmless")
-    if ratio.value == 0:
-        return {**settings, "schedule.name": derived("constant", ratio, origin="file")}
-    steps = round(total.value * ratio.value)
+    if ratio.value is None and kind.value in ("linear", "cosine"):
+        return {**settings, "schedule.name": kind}
+    left = total.value - warmup.value
+    steps = left if ratio.value is None else min(left, round(total.value * ratio.value))
+    if ratio.value is not None:
+        reader.keep(ratio.key, "as a share of the run", loss="harmless")
     if not steps:
-        reader.mark(ratio.key, "applied", f"it is no whole one of {total.value} steps: the rate is constant")
-        return {**settings, "schedule.name": derived("constant", ratio, origin="file")}
-    settings["schedule.decay_steps"] = derived(steps, ratio, total)
-    settings["schedule.name"] = derived("wsd", ratio, origin="file")
-    if kind.value != "linear":
-        settings["schedule.options"] = derived({"decay_type": kind.value}, kind, origin="file")
-    return settings
+        if kind.origin == "file":
+            reader.keep(kind.key, "the shape of the final decay", loss="harmless")
+        if ratio.value and left:
+            reader.mark(ratio.key, "applied", f"it is no whole one of {total.value} steps: the rate is constant")
+        return {**settings, "schedule.name": derived("constant", ratio, kind, origin="file")}
+    name, decay = derived("wsd", ratio, kind, origin="file"), derived(steps, ratio, total)
+    return {**settings, "schedule.name": name, "schedule.decay_steps": decay, "schedule.decay_shape": kind}
 
 
 def _training(reader: TorchtitanReader) -> SettingsByPath:

@@ -7,7 +7,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left, ranks_needed
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, write_offload
-from terrazzo.dialects.formats.torchtitan.keys import KEYS, LOCAL_BATCH, PIPELINED_BATCH
+from terrazzo.dialects.formats.torchtitan.keys import DECAY_SHAPES, KEYS, LOCAL_BATCH, PIPELINED_BATCH
 from terrazzo.dialects.formats.torchtitan.write_plan import TAKEN_AXES, write_plan
 
 __all__ = ["write"]
@@ -203,7 +203,7 @@ def _schedule(draft: Draft) -> None:
     draft.does("schedule.warmup_lag", 0)
     draft.does("schedule.decay_lag", 1)
     name, total, ratio = draft.value("schedule.name"), draft.value("schedule.total_steps"), "lr_scheduler.decay_ratio"
-    if name in ("linear", "cosine", "sqrt"):
+    if name in ("linear", "cosine"):
         draft.option("schedule.name", _DECAY_TYPE)
     elif name == "constant":
         draft.put("schedule.name", ratio, 0.0)
@@ -211,19 +211,13 @@ def _schedule(draft: Draft) -> None:
         steps = draft.value("schedule.decay_steps")
         share = steps / total if steps and total else 0.2
         draft.put(("schedule.name", "schedule.decay_steps"), ratio, share, "" if steps else "a fifth of the run")
-        _decay_type(draft)
+        draft.option("schedule.decay_shape", _DECAY_TYPE, {shape: shape for shape in DECAY_SHAPES})
     elif name is not None:
         draft.lossy("schedule.name", f"torchtitan has no schedule {name}: it decays linearly after the warm-up")
     if name == "constant":
         draft.implied("schedule.final_fraction")
     else:
         draft.option("schedule.final_fraction", "lr_scheduler.min_lr_factor")
-
-
-def _decay_type(draft: Draft) -> None:
-    options = draft.value("schedule.options", {})
-    if options.get("decay_type") in ("linear", "sqrt", "cosine"):
-        draft.put("schedule.options", _DECAY_TYPE, options["decay_type"])
 
 
 def _warmup(draft: Draft) -> None:

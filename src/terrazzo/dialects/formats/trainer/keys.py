@@ -11,6 +11,7 @@ from terrazzo.dialects.formats.shared.fsdp_words import VERSION
 __all__ = [
     "ALIASES",
     "AT_ONCE",
+    "DECAY_SHAPES",
     "DISTRIBUTED",
     "EIGHT_BITS",
     "FIELDS",
@@ -57,6 +58,8 @@ SCHEDULES = {
     "polynomial": "polynomial",
     **{name: name for name in OWN_SCHEDULES},
 }
+DECAY_SHAPES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
+"""Shapes of the final decay of warmup_stable_decay by Hugging Face's word."""
 _OPTIM = choice({**OPTIMIZERS, **EIGHT_BITS, **{name: name for name in _OTHERS}}, fold=False)
 _SAVE = choice({name: name for name in ("no", "steps", "epoch", "best")}, fold=False)
 _STATE = choice({"full_state_dict": "full", "sharded_state_dict": "sharded", "local_state_dict": "local"})

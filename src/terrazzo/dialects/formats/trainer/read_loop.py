@@ -10,8 +10,9 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingOrigin, SettingsByPath
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import derived, only_from_file
-from terrazzo.dialects.formats.trainer.keys import FIELDS
+from terrazzo.dialects.formats.trainer.keys import DECAY_SHAPES, FIELDS
 from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader
+from terrazzo.messages import did_you_mean
 
 __all__ = ["read_loop"]
 
@@ -66,8 +67,12 @@ def _schedule(reader: TrainerReader) -> SettingsByPath:
         "schedule.warmup_lag": derived(1, reader.take("warmup_steps")),
         "schedule.decay_lag": derived(1, settings["schedule.name"]),
     }
-    if (left := options.left()) is not None:
-        reader.keep("lr_scheduler_kwargs", f"{left}further arguments of Hugging Face's schedule")
+    final = settings.get("schedule.final_fraction")
+    bent = [] if (left := options.left()) is None else [f"{left}further arguments of Hugging Face's schedule"]
+    if word == "warmup_stable_decay" and reader.raw("warmup_steps") and final is not None and final.value:
+        bent.append("its warm-up starts at min_lr_ratio, and not at 0")
+    if bent:
+        reader.keep("lr_scheduler_kwargs", "; ".join(bent))
     else:
         reader.keep("lr_scheduler_kwargs", "they say nothing more", loss="harmless")
     return settings
@@ -88,9 +93,11 @@ class _ScheduleOptions:
         self._read.add(name)
         return Setting(value, "file", "lr_scheduler_kwargs")
 
-    def word(self, name: str, default: str) -> str:
+    def word(self, name: str, default: str) -> Setting[str]:
+        """One of them as text; the default where it is not given."""
         self._read.add(name)
-        return str(self.given.get(name, default))
+        given = name in self.given
+        return Setting(str(self.given[name]), "file", "lr_scheduler_kwargs") if given else Setting(default, "default")
 
     def left(self) -> str | None:
         """Names of those that nobody has read and that say something, and a colon; None where there are none."""
@@ -114,15 +121,18 @@ def _shape(reader: TrainerReader, word: str, options: _ScheduleOptions) -> Setti
         line = Setting("linear", "file", "lr_scheduler_type")
         return {"schedule.name": line, final: Setting(end.value / peak, end.origin, end.key)}
     if word == "warmup_stable_decay":
-        return _stable(options)
+        return _stable(reader, options)
     return {final: Setting(0.0, "default")} if word in ("linear", "cosine") else {}
 
 
-def _stable(options: _ScheduleOptions) -> SettingsByPath:
-    decay, kind = options.number("num_decay_steps", 0), options.word("decay_type", "cosine")
+def _stable(reader: TrainerReader, options: _ScheduleOptions) -> SettingsByPath:
+    decay, word = options.number("num_decay_steps", 0), options.word("decay_type", "cosine")
     settings: SettingsByPath = {"schedule.final_fraction": options.number("min_lr_ratio", 0.0)}
-    if kind != "linear":
-        settings["schedule.options"] = Setting({"decay_type": kind}, "file", "lr_scheduler_type")
+    if word.value in DECAY_SHAPES:
+        settings["schedule.decay_shape"] = replace(word, value=DECAY_SHAPES[word.value])
+    else:
+        known = f"{', '.join(DECAY_SHAPES)}.{did_you_mean(word.value, DECAY_SHAPES)}"
+        reader.refuse("lr_scheduler_kwargs", f"decay_type is {word.value[:40]!r}, expected {known}")
     if decay.value:
         settings["schedule.decay_steps"] = Setting(int(decay.value), "file", decay.key)
     return settings

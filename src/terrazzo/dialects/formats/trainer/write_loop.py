@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.formats.trainer.keys import EIGHT_BITS, FIELDS, OPTIMIZERS, OWN_SCHEDULES
+from terrazzo.dialects.formats.trainer.keys import DECAY_SHAPES, EIGHT_BITS, FIELDS, OPTIMIZERS, OWN_SCHEDULES
 
 __all__ = ["write_loop", "write_schedule"]
 
@@ -142,10 +142,15 @@ def _stable(draft: Draft, final: float) -> None:
             "schedule.name", "the length of the decay is not known: set schedule.decay_steps", "lr_scheduler_type"
         )
         return
-    kind = draft.value("schedule.options", {}).get("decay_type", "linear")
-    arguments = {"num_decay_steps": decay or max(1, total // 5), "decay_type": kind, "min_lr_ratio": final}
-    draft.put(("schedule.name", "schedule.final_fraction"), "lr_scheduler_type", "warmup_stable_decay")
-    draft.put(("schedule.decay_steps", "schedule.options"), "lr_scheduler_kwargs", arguments)
+    kind, options = "lr_scheduler_type", "lr_scheduler_kwargs"
+    shape, words = draft.value("schedule.decay_shape", "linear"), {known: word for word, known in DECAY_SHAPES.items()}
+    arguments = {"num_decay_steps": decay or max(1, total // 5), "decay_type": words.get(shape, "linear")}
+    draft.put(("schedule.name", "schedule.final_fraction"), kind, "warmup_stable_decay")
+    draft.put(("schedule.decay_steps", "schedule.decay_shape"), options, {**arguments, "min_lr_ratio": final})
+    if final and (draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_fraction")):
+        draft.lossy("schedule.final_fraction", "warm-up starts at min_lr_ratio there, not at 0", options)
+    if shape not in words:
+        draft.lossy("schedule.decay_shape", f"the final decay is {', '.join(DECAY_SHAPES)} there: linear", options)
 
 
 # -- the rest ------------------------------------------------------------------------------------------------------
