@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.formats.fsdp2.keys import KEYS
 from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.verbs.precision_table import costs
 from tests.dialects.peers import (
     assert_agrees_or_says,
     converted,
@@ -105,7 +107,7 @@ def test_a_number_that_torch_refuses_is_refused(size: int) -> None:
 )
 def test_an_unsaid_reduce_dtype_is_pinned_by_version(version: str, reduce: str) -> None:
     document = {"mp_policy": {"param_dtype": "bfloat16"}}
-    row = ["fp32", "bf16", reduce, reduce, "fp32", "fp32"]
+    row = ["fp32", "bf16", reduce, "fp32", "fp32", "fp32"]
     assert precision("fsdp2", document, versions={"torch": version}) == row
     explicit = {
         "mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": {"bf16": "bfloat16", "fp32": "float32"}[reduce]}
@@ -122,6 +124,57 @@ def test_an_unsaid_reduce_dtype_is_pinned_by_version(version: str, reduce: str) 
 def test_the_installed_torch_decides_where_none_is_named() -> None:
     here = [int(part) for part in torch.__version__.split("+")[0].split(".")[:2]]
     assert precision("fsdp2", {"mp_policy": {"param_dtype": "bfloat16"}})[2] == ("fp32" if here >= [2, 15] else "bf16")
+
+
+@pytest.mark.parametrize("reduce", ["bf16", "fp32"])
+@pytest.mark.parametrize("stored", ["bf16", "fp32"])
+@pytest.mark.parametrize("synced", [True, False])
+def test_sums_of_micro_batches_have_the_dtype_that_torch_keeps_them_in(reduce: str, stored: str, synced: bool) -> None:
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    if dist.is_initialized():
+        pytest.skip("a process group is there already")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtypes[reduce])
+        model = fully_shard(torch.nn.Linear(4, 4, bias=False, dtype=dtypes[stored]), mp_policy=policy)
+        model.set_requires_gradient_sync(synced)
+        for factor in (1, 1.01, 1.02):
+            model(factor * torch.ones(2, 4)).sum().backward()
+        (kept,) = model._get_fsdp_state()._fsdp_param_group.fsdp_params
+        unreduced = kept._unsharded_param.grad if kept.unsharded_accumulated_grad is None else None
+        sums = model.weight.grad if synced else kept.unsharded_accumulated_grad if unreduced is None else unreduced
+    finally:
+        dist.destroy_process_group()
+    named = {"param_dtype": "bfloat16", "reduce_dtype": str(dtypes[reduce]).removeprefix("torch.")}
+    document = {"mp_policy": named} | ({} if synced else {"set_requires_gradient_sync": False})
+    assert sums is not None and dtypes[precision("fsdp2", document, load_dtype=stored)[3]] == sums.dtype
+
+
+def test_sums_in_fp32_are_no_loss_and_a_loop_that_reduces_later_is_named() -> None:
+    sharded = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "NO_WRAP"}
+    accelerate = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": sharded}
+    conversion = converted("accelerate", "fsdp2", accelerate)
+    assert not [each for each in (*conversion.verdicts, *conversion.unsaid) if "accumulate" in f"{each.key} {each.why}"]
+    (cost,) = costs(conversion.after, (8,))
+    assert cost.bytes_per_parameter == (4 + 4 + 8) / 8
+    finding = findings_by_key("fsdp2", conversion.document)["set_requires_gradient_sync"]
+    assert finding.level == "warning" and "in bf16 until they are reduced" in finding.text
+    wide = conversion.document | {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
+    assert "set_requires_gradient_sync" not in findings_by_key("fsdp2", wide)
+
+
+def test_sums_that_only_another_load_dtype_gives_say_so() -> None:
+    """Masters in fp32 and sums in bf16: no model that is loaded in another dtype has both."""
+    pure = {"precision": {"name": "bf16-pure"}}
+    for name, words in (("bf16", "in the dtype of the parameters, fp32"), ("bf16-pure", "load it in bf16")):
+        document = {"precision": {"name": name, "reduce": "bf16", "accumulate": "bf16"}} if name == "bf16" else pure
+        writing = dialect("fsdp2").write(described("terrazzo", document))
+        (verdict,) = [each for each in writing.verdicts if each.key == "precision.accumulate"]
+        assert (verdict.kind, words in verdict.why) == ("lossy", True), verdict
+    document = {"precision": {"name": "bf16", "reduce": "bf16"}}
+    writing = dialect("fsdp2").write(described("terrazzo", document))
+    (verdict,) = [each for each in writing.verdicts if each.key == "precision.accumulate"]
+    assert (verdict.kind, verdict.why) == ("applied", "")
 
 
 def test_without_a_policy_the_load_dtype_holds() -> None:

@@ -425,3 +425,32 @@ def test_muons_coefficients_are_others_unless_simple(told: dict[str, Any], kind:
     arguments = {"optimizer": "muon", "lr": 1e-3, **told}
     became = {each.key: each for each in converted("megatron", "terrazzo", arguments).verdicts}
     assert became["optimizer"].kind == kind
+
+
+KEPT_GATHERED = {"module": ["Block"], "reshard_after_forward": False}
+"""Of Megatron-LM's ways to shard, torch's FSDP2 alone keeps weights gathered for backward."""
+
+
+def test_gradients_under_torchs_fsdp2_have_the_dtype_of_products() -> None:
+    """It gets a bf16 model and no policy: there is nothing that would make gradients wider."""
+    document = KEPT_GATHERED | {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}}
+    conversion = converted("fsdp2", "megatron", document)
+    (lost,) = [each for each in conversion.unsaid if each.key == "precision.accumulate"]
+    assert lost.why.endswith("in one dtype: bf16")
+    assert "grad-reduce-in-bf16" not in conversion.document and conversion.after.value("precision.reduce") == "bf16"
+    (policy,) = [each for each in conversion.verdicts if each.key == "mp_policy.reduce_dtype"]
+    assert policy.kind != "lossy"
+
+
+def test_a_tied_model_stays_tied_or_it_is_said() -> None:
+    """Megatron-LM asserts untied embeddings beside torch's FSDP2."""
+    untied = "untie-embeddings-and-output-weights"
+    conversion = converted("fsdp2", "megatron", KEPT_GATHERED)
+    assert conversion.document[untied] is True
+    (note,) = [each for each in conversion.unsaid if each.target == untied]
+    assert note.kind == "lossy" and "whose head is its embedding" in note.why
+    known = converted("fsdp2", "megatron", KEPT_GATHERED, layers=2)
+    assert known.document[untied] is True and not [each for each in known.unsaid if each.target == untied]
+    tied = converted("fsdp2", "megatron", KEPT_GATHERED, layers=2, tied=True)
+    (verdict,) = [each for each in tied.verdicts if each.key == "reshard_after_forward"]
+    assert verdict.kind == "refused" and untied not in tied.document

@@ -10,6 +10,7 @@ from terrazzo.dialects.formats.accelerate.keys import TYPES
 from terrazzo.dialects.formats.accelerate.read_deepspeed import FILE
 from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings
 from terrazzo.dialects.formats.shared.accelerate_stack import AT_ONCE, AXES, axis_faults
+from terrazzo.dialects.formats.shared.fsdp_policy import narrow_sums
 
 __all__ = ["findings"]
 
@@ -70,7 +71,7 @@ def _fsdp(reader: AccelerateReader, reading: Reading) -> Iterator[Finding]:
         yield Finding.error(f"{_F}sync_module_states", "fsdp_cpu_ram_efficient_loading, on by default, needs it: true")
     if version == 1:
         yield from _version_1(reader)
-    if (low := value("precision.reduce")) in ("bf16", "fp16") and value("precision.accumulate") == "fp32":
+    if low := narrow_sums(reading.description):
         text = f"a loop that accumulates sums gradients in {low} until they are reduced: {AT_ONCE}"
         yield Finding.warning("mixed_precision", text)
     if reader.raw(f"{_F}auto_wrap_policy") is None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.formats.fsdp2.keys import MESH_ORDER
+from terrazzo.dialects.formats.shared.fsdp_policy import narrow_sums
 
 __all__ = ["findings"]
 
@@ -14,6 +15,9 @@ def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """What FSDP2 refuses of a document, or takes otherwise than it looks."""
     document = reading.document
     yield from _precision(document)
+    if low := narrow_sums(reading.description):
+        text = f"a loop that switches it off sums gradients in {low} until they are reduced: left on, it sums in fp32"
+        yield Finding.warning("set_requires_gradient_sync", text)
     mesh = document.get("mesh")
     if isinstance(mesh, Mapping) and set(mesh) & set(MESH_ORDER) and not document.get("dp_mesh_dims"):
         text = "fully_shard takes every axis of this mesh for a data axis: say which are, in dp_mesh_dims."

@@ -9,7 +9,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, 
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.fsdp2.keys import KEYS
 from terrazzo.dialects.formats.fsdp2.read_mesh import read_mesh
-from terrazzo.dialects.formats.shared.fsdp_policy import dtype_or, keep_casts, load_dtype
+from terrazzo.dialects.formats.shared.fsdp_policy import dtype_of_sums, dtype_or, keep_casts, load_dtype
 from terrazzo.dialects.formats.shared.fsdp_words import canonical, dtype, offload, uniform
 
 __all__ = ["read"]
@@ -34,9 +34,6 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
         if reader.raw(key) is not None:
             reader.keep_row(key)
     return reader.finish("fsdp2", settings, unknown="raises a TypeError")
-
-
-# -- reading -------------------------------------------------------------------------------------------------------
 
 
 def _units(reader: Reader) -> SettingsByPath:
@@ -66,11 +63,12 @@ def _precision(reader: Reader, context: ReadingContext) -> SettingsByPath:
         )
         reader.mark("mp_policy.reduce_dtype", "defaulted", why)
     keep_casts(reader, "mp_policy.cast_forward_inputs")
+    deferred = reader.raw("set_requires_gradient_sync") is False
     settings = {
         **uniform(base, "weight", "master", "moments", "saved"),
         "precision.compute": compute,
         "precision.reduce": reduce,
-        "precision.accumulate": Setting(reduce.value, "default"),
+        "precision.accumulate": Setting(dtype_of_sums(base, reduce.value, deferred=deferred), "default"),
         "precision.buffers": Setting(LOADED, "default"),
         "precision.autocast": Setting(False, "default"),
     }

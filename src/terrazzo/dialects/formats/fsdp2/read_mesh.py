@@ -41,9 +41,6 @@ class _Mesh:
         return Setting(None, "file", "mesh") if self.in_document else Setting(None, "default")
 
 
-# -- reading -------------------------------------------------------------------------------------------------------
-
-
 def read_mesh(reader: Reader, context: ReadingContext) -> SettingsByPath:
     """The row, and the sizes of all axes."""
     mesh = _mesh(reader)

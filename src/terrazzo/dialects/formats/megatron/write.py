@@ -25,7 +25,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     """The arguments; defaults are left out."""
     draft = Draft(description, "Megatron-LM", KEYS)
     _mesh(draft)
-    _sharding(draft)
+    _sharding(draft, context)
     _offload(draft)
     write_precision(draft)
     write_training(draft, context)
@@ -64,7 +64,7 @@ def _stages(draft: Draft) -> None:
         draft.implied(paths[1])
 
 
-def _sharding(draft: Draft) -> None:
+def _sharding(draft: Draft, context: ReadingContext) -> None:
     places = tuple(draft.value(path) for path in SHARDING_PATHS)
     row, why = nearest_row(draft.description, _ROWS)
     groups = draft.value("mesh.dp_replicate", 1)
@@ -77,7 +77,7 @@ def _sharding(draft: Draft) -> None:
     elif row == "zero1":
         draft.put(SHARDING_PATHS, "use-distributed-optimizer", True, why)
     elif row == "shard_grad_op":
-        _torchs(draft, why)
+        _torchs(draft, why, context)
     elif row in ("hybrid_shard", "hfsdp"):
         if row == "hfsdp":
             draft.write("outer-dp-sharding-strategy", "optim")
@@ -97,20 +97,22 @@ def _megatrons(draft: Draft, row: str, why: str) -> None:
     draft.write("ckpt-format", "fsdp_dtensor")
 
 
-def _torchs(draft: Draft, why: str) -> None:
-    """FSDP2, which alone keeps gathered weights for backward, and does not go with every axis."""
+def _torchs(draft: Draft, why: str, context: ReadingContext) -> None:
+    """FSDP2, which alone keeps gathered weights for backward, and does not go with every axis or model."""
     for path in ("mesh.pp", "mesh.ep"):
         if draft.value(path, 1) != 1:
             draft.refuse(path, "--use-torch-fsdp2, which shard_grad_op is, does not go with it: choose zero1 or zero3")
-    if draft.value("precision.compute") == "fp16":
-        draft.refuse(
-            SHARDING_PATHS, "--use-torch-fsdp2, which shard_grad_op is, is not run in fp16: choose zero1 or zero3"
-        )
+    fault = "is not run in fp16" if draft.value("precision.compute") == "fp16" else ""
+    if fault := fault or ("takes no model whose head is its embedding" if context.tied else ""):
+        draft.refuse(SHARDING_PATHS, f"--use-torch-fsdp2, which shard_grad_op is, {fault}: choose zero1 or zero3")
         return
     draft.put(SHARDING_PATHS, "use-torch-fsdp2", True, why, "lossy" if why else "applied")
     for switch in ("torch-fsdp2-no-reshard-after-forward", "no-gradient-accumulation-fusion"):
         draft.write(switch, True)
-    draft.write("untie-embeddings-and-output-weights", True)
+    draft.write(untied := "untie-embeddings-and-output-weights", True)
+    if context.layers is None:  # the model is not known
+        text = "--use-torch-fsdp2 stops without it, and it makes a model whose head is its embedding another one"
+        draft.missing("sharding.between", untied, f"{text}: choose zero1 or zero3 for such a model")
 
 
 def _in_groups(draft: Draft, switch: str, groups: int | None, why: str) -> None:

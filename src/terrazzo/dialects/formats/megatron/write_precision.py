@@ -46,12 +46,13 @@ def _weights(draft: Draft, kind: str) -> None:
 
 
 def _gradients(draft: Draft, kind: str) -> None:
-    """Sums and what is sent have one dtype: fp32, or that of products."""
+    """Sums and what is sent have one dtype: fp32, or that of products, which torch's FSDP2 has in any case."""
     paths = ("precision.reduce", "precision.accumulate")
     reduce, sums = (draft.value(path) for path in paths)
-    narrow = kind != "fp32" and {reduce, sums} - {None} == {kind}
+    torchs = draft.has("use-torch-fsdp2")
+    narrow = kind != "fp32" and (torchs or {reduce, sums} - {None} == {kind})
     dtype = kind if narrow else "fp32"
-    key = "grad-reduce-in-bf16" if narrow and kind == "bf16" else ""
+    key = "grad-reduce-in-bf16" if narrow and kind == "bf16" and not torchs else ""
     if not narrow and kind == "fp16":
         key = "accumulate-allreduce-grads-in-fp32"
     if key:

@@ -16,7 +16,7 @@ from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.formats.shared.fsdp_policy import load_dtype
+from terrazzo.dialects.formats.shared.fsdp_policy import dtype_of_sums, load_dtype
 from terrazzo.engine import LossScaling
 from terrazzo.words import DTYPE_SPELLINGS
 
@@ -95,7 +95,7 @@ def stack_precision(stack: str, half: Setting[Any], deferred: bool, context: Rea
         row |= {"compute": half.value}
         if stack in ("fsdp1", "fsdp2"):
             lifted = dict.fromkeys(("weight", "master", "moments", "saved"), "fp32")
-            row |= {**lifted, "reduce": half.value, "accumulate": half.value if deferred else "fp32"}
+            row |= {**lifted, "reduce": half.value, "accumulate": dtype_of_sums("fp32", half.value, deferred=deferred)}
         elif stack == "native":
             row |= {"reduce": "fp32", "accumulate": "fp32"}
     settings = {f"precision.{state}": Setting(value, "default") for state, value in row.items()}

@@ -9,13 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.dialects.core.description import LOADED, Setting
+from terrazzo.dialects.core.description import LOADED, Description, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_DTYPES, TORCH_NAMES
 
-__all__ = ["FSDP1_POLICY", "FSDP2_POLICY", "Policy", "dtype_or", "keep_casts", "load_dtype", "write_policy"]
+__all__ = [
+    "FSDP1_POLICY",
+    "FSDP2_POLICY",
+    "Policy",
+    "dtype_of_sums",
+    "dtype_or",
+    "keep_casts",
+    "load_dtype",
+    "narrow_sums",
+    "write_policy",
+]
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,21 @@ def dtype_or(dtype: Setting[Any], *fallbacks: Setting[Any] | str) -> Setting[Any
         return dtype
     values = (each.value if isinstance(each, Setting) else each for each in fallbacks)
     return Setting(next(value for value in values if value is not None), "default", dtype.key)
+
+
+def dtype_of_sums(parameter: str, reduce: str, *, deferred: bool) -> str:
+    """The dtype in which gradients of several micro-batches are summed.
+
+    What is reduced is added to `.grad`, which has the parameter's dtype. What a loop has reduced later is summed in the
+    dtype of the reduction until then.
+    """
+    return reduce if deferred else parameter
+
+
+def narrow_sums(description: Description) -> str:
+    """The dtype of sums in a loop that reduces later, where it is narrower than that of reduced ones; else nothing."""
+    low = description.value("precision.reduce")
+    return low if low in ("bf16", "fp16") and description.value("precision.accumulate") == "fp32" else ""
 
 
 def keep_casts(reader: Reader, *keys: str) -> None:
@@ -126,13 +151,11 @@ def _stored(draft: Draft, master: str) -> None:
 
 
 def _accumulated(draft: Draft, policy: Policy, master: str) -> None:
+    """Each micro-batch's gradients are reduced, unless the loop switches that off."""
     path = "precision.accumulate"
-    sums = master if policy is FSDP1_POLICY else draft.value("precision.reduce", master)
-    if sums not in ("fp32", LOADED) and draft.value(path, sums) == master:
-        draft.lossy(path, f"gradients are summed in the dtype in which the model is loaded: load it in {master}")
-    elif draft.value(path, sums) == sums:
+    if draft.value(path, master) != master:
+        draft.lossy(path, f"{policy.library} sums reduced gradients in the dtype of the parameters, {master}")
+    elif master in ("fp32", LOADED):
         draft.implied(path)
-    elif policy is FSDP1_POLICY:
-        draft.lossy(path, f"FSDP1 sums reduced gradients in the dtype of the parameters, {master}")
     else:
-        draft.lossy(path, f"while reduction is off, FSDP2 sums gradients in reduce_dtype, {sums}")
+        draft.lossy(path, f"gradients are summed in the dtype in which the model is loaded: load it in {master}")
