@@ -267,15 +267,96 @@ def test_arguments_of_ddp_that_change_numbers_are_not_lost(argument: str, kind: 
 @pytest.mark.parametrize(
     ("callbacks", "kind"),
     [
-        ([{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}, "LearningRateMonitor"], "defaulted"),
+        (["lightning.pytorch.callbacks.ModelSummary", "LearningRateMonitor"], "defaulted"),
+        ([{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}, "LearningRateMonitor"], "lossy"),
+        ({"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 5}}, "renamed"),
         ([{"class_path": "lightning.pytorch.callbacks.GradientAccumulationScheduler"}], "lossy"),
         (["ModelCheckpoint", "StochasticWeightAveraging"], "lossy"),
         ([], "defaulted"),
     ],
 )
-def test_callbacks_that_may_change_the_run_are_not_lost(callbacks: list[Any], kind: str) -> None:
+def test_callbacks_that_may_change_the_run_are_not_lost(callbacks: Any, kind: str) -> None:
     conversion = converted("lightning", "terrazzo", {"strategy": "ddp", "callbacks": callbacks})
     assert {verdict.key: verdict.kind for verdict in conversion.verdicts}["callbacks"] == kind
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of Lightning itself
+@pytest.mark.parametrize(
+    ("arguments", "checkpoint", "lost"),
+    [
+        ({"every_n_train_steps": 3, "save_top_k": -1}, {"every": 3, "keep_last": None}, ""),
+        ({"every_n_train_steps": 3}, {"every": 3, "keep_last": 1}, ""),
+        (
+            {"every_n_train_steps": 3, "save_top_k": 2, "monitor": "step", "mode": "max"},
+            {"every": 3, "keep_last": 2},
+            "",
+        ),
+        ({"every_n_train_steps": 3, "dirpath": "ckpt"}, {"every": 3, "keep_last": 1, "folder": "ckpt"}, ""),
+        ({"every_n_train_steps": 3, "save_top_k": 2, "monitor": "loss"}, {"every": 3}, "the best 2 by loss"),
+        ({"every_n_train_steps": 3, "save_weights_only": True}, {"every": 3, "keep_last": 1}, "weights alone"),
+        ({"every_n_epochs": 1}, {"keep_last": 1}, "ends of epochs"),
+    ],
+)
+def test_a_model_checkpoint_saves_as_often_elsewhere(
+    arguments: dict[str, Any], checkpoint: dict[str, Any], lost: str, tmp_path: Path
+) -> None:
+    """What is kept of it is what Lightning leaves of 7 steps; a last one at the end is Terrazzo's own."""
+    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": arguments}
+    conversion = converted("lightning", "terrazzo", {"strategy": "ddp", "max_steps": 7, "callbacks": [callback]})
+    assert conversion.document["checkpoint"].items() >= checkpoint.items()
+    (verdict,) = [each for each in conversion.verdicts if each.key == "callbacks"]
+    assert (verdict.kind, lost in verdict.why) == ("lossy" if lost else "renamed", True)
+    back = converted("terrazzo", "lightning", conversion.document).document["trainer"]["callbacks"]
+    assert lost or set(saved_steps(back[0]["init_args"], tmp_path / "back")) == set(
+        saved_steps(arguments, tmp_path / "there")
+    )
+
+
+def saved_steps(arguments: dict[str, Any], folder: Path) -> list[int]:
+    """The steps whose checkpoints are there behind a run of 7."""
+    lightning = pytest.importorskip("lightning.pytorch")
+    boring = pytest.importorskip("lightning.pytorch.demos.boring_classes")
+    callback = lightning.callbacks.ModelCheckpoint(**{**arguments, "dirpath": str(folder)})
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_steps=7, callbacks=[callback], **quiet)
+    trainer.fit(boring.BoringModel())
+    return sorted(torch.load(path, weights_only=False)["global_step"] for path in folder.glob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("keep", "written"),
+    [(None, {"save_top_k": -1}), (1, {"save_top_k": 1}), (3, {"save_top_k": 3, "monitor": "step", "mode": "max"})],
+)
+def test_a_checkpoint_at_the_end_is_one_of_lightnings(keep: int | None, written: dict[str, Any]) -> None:
+    document = {"plan": "zero0", "train": {"steps": 50}, "checkpoint": {"keep_last": keep, "folder": "ckpt"}}
+    conversion = converted("terrazzo", "lightning", document)
+    (callback,) = conversion.document["trainer"]["callbacks"]
+    assert callback["init_args"] == {"every_n_train_steps": 50, "dirpath": "ckpt", **written}
+    assert not [each for each in conversion.unsaid if each.key.startswith("saving.when")]
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"enable_checkpointing": False, "callbacks": ["ModelCheckpoint"]}, "drop one"),
+        (
+            {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"save_top_k": -2}}]},
+            "expected a whole number",
+        ),
+    ],
+)
+def test_callbacks_that_lightning_raises_on_are_refused(document: dict[str, Any], words: str) -> None:
+    verdict = verdicts("lightning", {"strategy": "ddp", **document})["callbacks"]
+    assert verdict.kind == "refused" and words in verdict.why
+
+
+def test_a_micro_batch_in_the_configuration_of_deepspeed_is_told_where_it_is() -> None:
+    conversion = converted("deepspeed", "lightning", {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})
+    (verdict,) = conversion.verdicts[:1]
+    where = "trainer.strategy.init_args.config"
+    assert (verdict.kind, verdict.target) == ("lossy", f"{where}.train_micro_batch_size_per_gpu")
+    config = conversion.document["trainer"]["strategy"]["init_args"]["config"]
+    assert config["train_micro_batch_size_per_gpu"] == 2
 
 
 def test_both_words_for_activation_checkpointing_are_one_too_many() -> None:

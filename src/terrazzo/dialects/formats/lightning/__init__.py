@@ -8,6 +8,7 @@ In reading order:
     deepspeed_document  the document that DeepSpeedStrategy hands to DeepSpeed
     read_strategy       each strategy, by what is under it: FSDP's arguments, or a DeepSpeed document
     read_loop           the training loop
+    model_checkpoint    callbacks, of which ModelCheckpoint says when is saved, read and written
     findings            what Lightning refuses, or takes otherwise than it looks
     write               the neutral description to YAML of LightningCLI
     dialect             the record of these functions, which the registry has by its name

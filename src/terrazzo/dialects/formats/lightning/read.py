@@ -9,7 +9,7 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, NAMED, TRAINER, WATCHERS, rows_for, strategy_of
+from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, NAMED, TRAINER, rows_for, strategy_of
 from terrazzo.dialects.formats.lightning.precision import LAST, POLICY, gathered_in, precision_row
 from terrazzo.dialects.formats.lightning.read_loop import arguments_of, read_loop
 from terrazzo.dialects.formats.lightning.read_strategy import Strategy, read_strategy
@@ -45,7 +45,8 @@ class _Read:
     def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
         self.trainer = arguments_of(document)
         self.prefix = "" if self.trainer is document else "trainer."
-        opaque = tuple(f"{self.prefix}strategy.init_args.{name}" for name in ("auto_wrap_policy", "device_mesh"))
+        arguments = tuple(f"strategy.init_args.{name}" for name in ("auto_wrap_policy", "device_mesh"))
+        opaque = tuple(f"{self.prefix}{name}" for name in (*arguments, "callbacks"))
         kind, _ = strategy_of(self.trainer.get("strategy", "auto"))
         self.reader = _LightningReader(document, opaque, kind, self.prefix)
         self.context = context
@@ -70,7 +71,6 @@ class _Read:
         for verdict in strategy_reading.verdicts:
             reader.mark(verdict.key, verdict.kind, verdict.why, verdict.target)
         reader.extras += strategy_reading.extras
-        _keep_watchers(reader, f"{self.prefix}callbacks")
         _name_class(strategy, settings)
         prefixed = {path: self._prefixed(setting) for path, setting in settings.items()}
         return reader.finish("lightning", prefixed, unknown="raises a TypeError")
@@ -156,12 +156,3 @@ def _name_class(strategy: Strategy, settings: SettingsByPath) -> None:
         setting = settings[path]
         origin = "file" if setting.origin == "default" and path.startswith("sharding.") else setting.origin
         settings[path] = Setting(setting.value, origin, ", ".join((*setting.keys, strategy.name)))
-
-
-def _keep_watchers(reader: Reader, key: str) -> None:
-    """Callbacks of which each is known to watch a run or to save it; all others are kept as their row says."""
-    listed = reader.raw(key)
-    callbacks = listed if isinstance(listed, list) else [listed]
-    paths = [each.get("class_path") if isinstance(each, Mapping) else each for each in callbacks]
-    if all(str(path).rpartition(".")[2] in WATCHERS for path in paths):
-        reader.keep(key, "they watch the run or save it", loss="harmless")

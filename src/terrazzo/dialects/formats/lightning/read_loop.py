@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.keys import number
 from terrazzo.dialects.core.reader import Reader, derived, only_from_file
+from terrazzo.dialects.formats.lightning.model_checkpoint import read_callbacks
 from terrazzo.messages import did_you_mean
 
 __all__ = ["arguments_of", "read_loop"]
@@ -35,17 +35,10 @@ def read_loop(reader: Reader, prefix: str) -> SettingsByPath:
         **only_from_file({"schedule.total_steps": total}),
         **(only_from_file({"training.seed": reader.take("seed_everything")}) if not isinstance(seed, bool) else {}),
         **only_from_file({"saving.folder": reader.take(f"{prefix}default_root_dir")}),
-        **_saving(reader, f"{prefix}enable_checkpointing"),
+        **read_callbacks(reader, prefix),
         **_ranks(reader, prefix),
         **_optimizer(reader),
     }
-
-
-def _saving(reader: Reader, key: str) -> SettingsByPath:
-    """Nothing is written where it is switched off; else callbacks say when."""
-    if reader.keys[key].type.parse(reader.raw(key)) is not False:
-        return {}
-    return {"saving.when": replace(reader.take(key), value="never")}
 
 
 def _clip(reader: Reader, prefix: str) -> Setting[Any]:

@@ -26,6 +26,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.formats.lightning.keys import KEYS
+from terrazzo.dialects.formats.lightning.model_checkpoint import write_saving
 from terrazzo.dialects.formats.lightning.precision import POLICY, WORDS, precision_row
 from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, filled, joined, placed, resolve_auto
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, wants_deepspeed
@@ -73,18 +74,11 @@ def _loop(draft: Draft) -> None:
     draft.option("batch.accumulation", "trainer.accumulate_grad_batches")
     draft.option("schedule.total_steps", "trainer.max_steps")
     draft.option("training.seed", "seed_everything")
-    draft.option("saving.folder", "trainer.default_root_dir")
     for path in ("batch.micro_batch", "batch.global_batch", "batch.sequence_length"):
         draft.lossy(path, "the data loader decides it there")
     if draft.value("training.compile"):
         draft.lossy("training.compile", "compile the model in configure_model")
-    saving = ("saving.when", "saving.every", "saving.keep_last")
-    if draft.value("saving.when") == "never":
-        draft.put(saving, "trainer.enable_checkpointing", False)
-    else:
-        draft.lossy(
-            [path for path in saving if draft.value(path) is not None], "say it to the ModelCheckpoint callback"
-        )
+    write_saving(draft)
     if draft.value("loading.low_memory"):
         draft.lossy("loading.low_memory", "build the model in configure_model")
     if draft.value("training.device") is not None:
@@ -291,6 +285,9 @@ def _deepspeed(draft: Draft, context: ReadingContext) -> Writing:
     for key in ("gradient_accumulation_steps", "train_batch_size"):
         config.pop(key, None)
     _fill(config, context)
+    if (key := "train_micro_batch_size_per_gpu") in config:
+        why = "the data loader decides it there, and DeepSpeed counts samples by this"
+        draft.lossy("batch.micro_batch", why, f"{_ARGUMENTS}.config.{key}")
     _clip(draft, sharded=False)
     config.pop("gradient_clipping", None)
     for name, word in (("bf16", "bf16-true"), ("fp16", "16-true")):
