@@ -75,7 +75,8 @@ class Act:
 
 _REFUSED, _DONE = Answer.REFUSED, Answer.DONE
 _WAITS = "`tz.Offload(step='synchronous')` lets it be done there, too."
-_LEAVES_TRACES = "What numpy holds by itself, and bf16 seen as integers, leaves no trace: write through the parameter."
+_NO_TRACE = "What numpy or DLPack holds, and 16 bits seen as integers, leave no trace: write through the parameter."
+_TRACED = "With `rounding='remainder'` it is `p.detach()`, and backward refuses what it needs and was written to."
 _WHOLE = (
     "Whole on every rank; collective where weights are split, or kept in 16 bits beside masters, which then are in it."
 )
@@ -87,9 +88,9 @@ ACTS: Mapping[str, Act] = {
     ),
     "read": Act("p.detach().clone(), p[0]", "dddddd", "rdrrdd", "buckets/parameters/at_rest", _REFUSED, _WAITS),
     "write": Act(
-        "p.mul_(0.9) under torch.no_grad()", "dndddd", "rnrrld", "buckets/parameters/edits", _REFUSED, _LEAVES_TRACES
+        "p.mul_(0.9) under torch.no_grad()", "dndddd", "rnrrld", "buckets/parameters/edits", _REFUSED, _NO_TRACE
     ),
-    "write-data": Act("p.data.mul_(0.9)", "dddddd", "rlrrld", "buckets/parameters/edits", _REFUSED),
+    "write-data": Act("p.data.mul_(0.9)", "dddddd", "rlrrld", "buckets/parameters/edits", _REFUSED, _TRACED),
     "other-data": Act(
         "p.data = other",
         *("dddddd", "rlrrld", "buckets/parameters/edits", _REFUSED),

@@ -544,6 +544,35 @@ def test_only_what_is_written_begins_without_a_remainder(plan: str) -> None:
         assert torch.equal(edited[2:], half_away(row[2:]).float() if stays else row[2:])
 
 
+WRITES: dict[str, Callable[[nn.Parameter, Tensor], object]] = {
+    "data-copied": lambda weight, value: weight.data.copy_(value),
+    "data-set": lambda weight, value: weight.data.__setitem__(..., value),
+    "data-scaled": lambda weight, value: weight.data.mul_(value / weight.detach()),
+    "data-given": lambda weight, value: setattr(weight, "data", value),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2", "zero1@cpu"])
+def test_what_is_written_through_data_is_kept_exactly_and_alone(plan: str, write: str) -> None:
+    """Whatever the remainder was: neighbours in the bucket keep theirs."""
+
+    def body(rank: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        model: Any = Net()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), **SETTINGS)
+        model, optimizer = tz.shard(model, optimizer, plan, precision=REMAINDER)
+        step(model, optimizer, loss_of(model, batch(0)))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        value = -half_away(before["head.weight"]).bfloat16()
+        WRITES[write](model.head.weight, value)
+        return value, before, dict(model.state_dict())
+
+    for value, before, after in on_ranks(2, body):
+        del before["head.weight"]
+        assert torch.equal(after.pop("head.weight"), value.float())
+        assert_equal(after, before)
+
+
 @pytest.mark.parametrize("other", ["zero3", "zero1@cpu"])
 def test_masters_go_through_checkpoints_to_fp32_and_back(other: str, tmp_path: Path) -> None:
     """To the bit, moments too: those of an fp32 master are rounded in 8 bits here as there."""

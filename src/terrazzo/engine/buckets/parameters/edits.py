@@ -31,11 +31,13 @@ class Watched:
     Attributes:
         place: its part of the full weights, in its shape; memory that may come and go.
         start_bytes: where that begins in the full weights.
+        index: its number in the bucket.
     """
 
     member: Member
     place: Tensor
     start_bytes: int
+    index: int
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -61,29 +63,29 @@ class Edits:
     Args:
         places: the part of each in the full weights, in its shape.
         flat: the full weights that the parameters are views of, 1-D.
-        resident: whether they stay. What is written through `parameter.data` then leaves no trace; into weights that
-            come and go it would be lost, so that `.data` of one is `.detach()`, which leaves one.
+        traced: whether what is written has to leave a trace, since nothing else would tell. `parameter.data`, through
+            which it leaves none, then is `.detach()`.
 
     Attributes:
-        data_taken: names of the parameters whose `.data` somebody has read, where they stay: memory that has been
+        data_taken: names of the parameters whose `.data` somebody has read, where it leaves none: memory that has been
             looked at once may be written to at any time.
     """
 
-    def __init__(self, members: Sequence[Member], places: Iterable[Tensor], flat: Tensor, resident: bool) -> None:
+    def __init__(self, members: Sequence[Member], places: Iterable[Tensor], flat: Tensor, traced: bool) -> None:
         self._flat = flat
         self._watched = [
-            Watched(member, place, int(place.storage_offset()) * flat.itemsize if place.numel() else 0)
-            for member, place in zip(members, places, strict=True)
+            Watched(member, place, int(place.storage_offset()) * flat.itemsize if place.numel() else 0, index)
+            for index, (member, place) in enumerate(zip(members, places, strict=True))
         ]
         self._trainable = members[0].trainable
-        self._resident, self.data_taken = resident, set[str]()
+        self._traced, self.data_taken = traced, set[str]()
         self._views = [member.parameter for member in members]
         self._ahead = 0  # by how much their versions are, while they are put away
         self._versions = self._current()
 
     def alias_of(self, member: Member) -> Callable[[nn.Parameter], Tensor]:
         """What `.data` of a parameter gives, in place of torch's own."""
-        return functools.partial(_note_taken, self.data_taken, member.name) if self._resident else Tensor.detach
+        return Tensor.detach if self._traced else functools.partial(_note_taken, self.data_taken, member.name)
 
     @property
     def flat(self) -> Tensor:
@@ -126,7 +128,7 @@ class Edits:
         before, self._versions = self._versions, self._current()
         if before == self._versions:
             return []
-        changed = zip(self._watched, before or [-1] * len(self._watched), self._versions, strict=True)
+        changed = zip(self._watched, before, self._versions, strict=True)
         return [watched.member.name for watched, then, now in changed if then != now]
 
     def displaced(self, present: bool) -> list[Displaced]:
@@ -155,7 +157,7 @@ class Edits:
         with torch.no_grad():
             watched.place.copy_(value)
             watched.parameter.data = watched.place
-        self._versions = []  # the same as written to in place
+        self._versions[watched.index] -= 1  # the same as written to in place
 
     def move(self) -> None:
         """Follow full weights to other memory: the places of parameters, and the parameters that are in them."""

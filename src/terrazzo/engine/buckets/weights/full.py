@@ -57,7 +57,8 @@ class FullWeights:
         slots = space.layout.slots
         for slot, member in zip(slots, members, strict=True):
             member.parameter.data = view(self.data, slot)
-        edits = self.edits = Edits(members, (view(self.data, slot) for slot in slots), self.data, spec.resident)
+        traced = not spec.resident or (spec.has_remainder and not spec.has_own_master)
+        edits = self.edits = Edits(members, (view(self.data, slot) for slot in slots), self.data, traced)
         self._guard = Guard([(m.parameter, Note(m.name, not spec.resident, edits.alias_of(m))) for m in members])
         if not spec.resident:
             self.release()
