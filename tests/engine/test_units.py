@@ -237,6 +237,26 @@ def test_a_class_that_matches_nothing_is_refused() -> None:
         tz.shard(Net(), None, "zero3", units=[nn.LSTM])
 
 
+@pytest.mark.parametrize(
+    ("units", "words"),
+    [(None, "chosen were modules with at least 1,000,000 parameters"), ([], "as asked"), (nn.ReLU, "with parameters")],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, units: checkpoint_activations(model, "full", units=units),
+        lambda model, units: checkpoint_activations(model, "full", units=units, offload=True),
+        lambda model, units: compile_units(model, units=units),
+    ],
+    ids=["checkpoint_activations", "offload", "compile_units"],
+)
+def test_what_treats_units_refuses_a_model_without_any(use: Any, units: Any, words: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with pytest.raises(tz.BadInput, match=rf"{words}.*in units, or.*Sequential\._no_split_modules"):
+        use(model, units)
+    checkpoint_activations(model, "none", units=units)
+
+
 # -- ownership -------------------------------------------------------------------------------------------------
 
 

@@ -365,6 +365,7 @@ def odds_and_ends() -> dict[str, Any]:
     """Data, the script's own optimizer and schedule, gathered parameters, compilation, what the engine answers."""
     built = model()
     built.flavour = "salty"  # type: ignore[assignment]
+    built._no_split_modules = ["Linear"]  # type: ignore[assignment]  # units, to be compiled
     groups = [{"params": built[0].parameters(), "lr": 0.5}, {"params": built[3].parameters()}]
     data = TensorDataset(torch.arange(20.0).view(20, 1).expand(20, 8).contiguous(), torch.zeros(20, 4))
     engine, optimizer, _, schedule = deepspeed.initialize(
@@ -379,6 +380,9 @@ def odds_and_ends() -> dict[str, Any]:
     with pytest.raises(BadInput, match="compiled_autograd_enabled"):
         engine.compile(compiled_autograd_enabled=True)
     engine.compile(backend="eager", compiled_autograd_enabled=False)
+    assert all(hasattr(built[layer].forward, "_torchdynamo_orig_callable") for layer in (0, 3))
+    with pytest.raises(BadInput, match="Sequential is a single one"):
+        deepspeed.initialize(model=model(), config=config(3))[0].compile()
     orders = [[int(value) for inputs, _ in loader for value in inputs[:, 0]] for _ in range(2)]
     for inputs, targets in loader:
         engine.backward(nn.functional.mse_loss(engine(inputs), targets))

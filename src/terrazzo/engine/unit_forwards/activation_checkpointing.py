@@ -59,7 +59,7 @@ def checkpoint_activations(
 
     Raises:
         BadInput: an unknown mode, operator or count, an offload without checkpointing, `ops` in another mode than
-            `selective`, or units that are checkpointed already.
+            `selective`, no units, or units that are checkpointed already.
         Misuse: a model that is sharded.
     """
     if any(map(is_sharded, model.modules())):
@@ -91,7 +91,7 @@ def checkpoint_activations(
     elif mode == "selective_half":
         context = _half_context
     offloading = OffloadedActivations() if offload else None
-    modules = unit_modules(model, units)[::every]
+    modules = unit_modules(model, units, "checkpoint_activations")[::every]
     if twice := next((module for module in modules if _is_checkpointed(module)), None):
         raise BadInput(
             f"checkpoint_activations came to a {type(twice).__name__} that is checkpointed already, and would run it "

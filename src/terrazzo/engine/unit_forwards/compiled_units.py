@@ -25,13 +25,13 @@ def compile_units(model: nn.Module, *, units: Units | None = None, **options: An
         options: for `torch.compile`.
 
     Raises:
-        BadInput: for a unit whose forward somebody has wrapped around offloading; nothing is compiled then.
+        BadInput: no units, or one whose forward somebody has wrapped around offloading; nothing is compiled then.
     """
 
     def compiled(forward: Forward) -> Forward:
         return torch.compile(forward, **options)
 
-    modules = unit_modules(model, units)
+    modules = unit_modules(model, units, "compile_units")
     for module in modules:
         if hasattr(module.forward, "offloading") and not isinstance(module.forward, LayeredForward):
             raise BadInput(

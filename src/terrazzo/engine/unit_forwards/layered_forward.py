@@ -11,6 +11,7 @@ from torch import nn
 
 from terrazzo.engine.offload.activations.offloaded_activations import OffloadedActivations
 from terrazzo.engine.partition.unit_choice import Units, find_units
+from terrazzo.errors import BadInput
 
 __all__ = ["Forward", "Layer", "LayeredForward", "surround", "unit_modules"]
 
@@ -52,6 +53,21 @@ def surround(module: nn.Module, layer: Layer) -> None:
     module.forward = LayeredForward(inner, (*layers[:after], layer, *layers[after:]))
 
 
-def unit_modules(model: nn.Module, units: Units | None) -> list[nn.Module]:
-    """The modules of a model that are units; `units` as for `tz.shard`."""
-    return [model.get_submodule(name) for name in find_units(model, units)[0]]
+def unit_modules(model: nn.Module, units: Units | None, asked: str) -> list[nn.Module]:
+    """The modules of a model that are units, in registration order.
+
+    Args:
+        units: as for `tz.shard`.
+        asked: the call that is about to treat them, for the error.
+
+    Raises:
+        BadInput: there are none, so that the call would do nothing.
+    """
+    names, why = find_units(model, units)
+    if not names:
+        kind = type(model).__name__
+        raise BadInput(
+            f"{asked} came to a {kind} without units (chosen were {why}), and would do nothing. Name modules with "
+            f"parameters in units, or their classes in {kind}._no_split_modules; or leave {asked} out."
+        )
+    return [model.get_submodule(name) for name in names]

@@ -222,12 +222,18 @@ class DeepSpeedEngine(Answers, Checkpoints, nn.Module):
         """Compile each unit's forward.
 
         Raises:
-            BadInput: an option of DeepSpeed's own: `schedule`, for its graph passes, or `compiled_autograd_enabled`.
+            BadInput: an option of DeepSpeed's own: `schedule`, for its graph passes, or `compiled_autograd_enabled`; or
+                a model that is a single unit.
         """
         if asked := [name for name, value in options.items() if value not in (None, False)]:
             raise BadInput(f"engine.compile({', '.join(asked)}=...) is for DeepSpeed's own compilation: leave it out.")
         arguments = dict(compile_kwargs or {}) | ({"backend": backend} if backend is not None else {})
         names = [unit.name for unit in engine_of(self.module).units if unit.name]
+        if not names:
+            raise BadInput(
+                f"engine.compile() compiles units, and this {type(self.module).__name__} is a single one. Name the "
+                "classes of its blocks in its _no_split_modules before deepspeed.initialize, or leave this call out."
+            )
         compile_units(self.module, units=names, **arguments)
 
     def destroy(self) -> None:
