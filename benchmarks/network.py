@@ -267,7 +267,7 @@ def predicted_bytes(engine: Engine) -> int:
     sent: Counter[tuple[str, str]] = Counter()
     for bucket in engine.trainable():
         plan = engine.sharding.plan
-        between = Place() if bucket.spec.keep else plan.between
+        between = Place(bucket.spec.between_axes)
         sent += sent_by_axis(Plan(plan.weight, between, plan.grad, plan.optim), bucket.space.layout.numel, sizes)
     promised = engine.promise.traffic().bytes
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):

@@ -69,6 +69,12 @@ def test_axes_as_a_text_are_refused() -> None:
         Place("dp_shard")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("axes", [("-",), ("S", "-"), ("D", "D"), (S, S), ("",)])
+def test_axes_that_no_text_says_are_refused(axes: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput, match=r"tz\.Place: axes are \(.*give names, each once, or \(\) for a whole copy"):
+        Place(axes)
+
+
 def test_names_ignore_case_and_dashes() -> None:
     assert Plan.named("Full-Shard").weight == Plan.named("full_shard").weight
     assert Plan.named("HYBRID-SHARD").name == "hybrid_shard"

@@ -14,8 +14,9 @@ from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.partition.box import Box
 from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.plan.bucket_spec import BucketSpec
+from terrazzo.engine.plan.kept_weights import Keep
 from terrazzo.engine.plan.layout import Layout, Range, Slot, travels_in_blocks
-from terrazzo.engine.plan.place import Keep, Tiers
+from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 
 __all__ = ["BucketLayout"]

@@ -8,6 +8,7 @@
     error_feedback  residuals, which codes of gradients leave: the formula, and which ranks have which
     moves           one collective or copy, and the sums that these make in each kind of backward pass
     gradient_wire   what gradients are sent as, and the moves that sum them
+    kept_weights    what stays of full weights from forward to backward, where the plan does not say it alone
     bucket_spec     what follows from all these for one bucket, without tensors: its states, their memory, its moves
     bucket_memory   what a bucket allocates and frees at each event of a step
     sharding_spec   the plan and the precision on this mesh, which all units follow

@@ -33,8 +33,9 @@ from terrazzo.engine.mesh.family import seeing_other_data
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE
 from terrazzo.engine.plan.gradient_wire import Axis, GradientWire
+from terrazzo.engine.plan.kept_weights import Keep
 from terrazzo.engine.plan.moves import GradientFate, MoveBytes, ReductionMoves, Sums
-from terrazzo.engine.plan.place import ON_DEVICE, Keep, Plan, Tiers
+from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, WeightWire
 

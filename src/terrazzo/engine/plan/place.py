@@ -13,7 +13,6 @@ has, `-` none. One rule makes every move a contiguous collective: each state's a
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -23,9 +22,9 @@ from terrazzo.errors import BadInput
 from terrazzo.messages import did_you_mean
 from terrazzo.words import tier_shares
 
-__all__ = ["OFFLOADS", "ON_DEVICE", "PLANS", "ROWS", "Keep", "Place", "Plan", "Tiers"]
+__all__ = ["OFFLOADS", "ON_DEVICE", "PLANS", "ROWS", "Place", "Plan", "Tiers"]
 
-_SYMBOLS = {"S": ("dp_shard",), "R": ("dp_replicate",), "D": DATA_AXES, "-": ()}
+_SYMBOLS = {"S": ("dp_shard",), "R": ("dp_replicate",), "D": DATA_AXES}
 
 
 class Tiers(NamedTuple):
@@ -37,26 +36,6 @@ class Tiers(NamedTuple):
 
 
 ON_DEVICE = Tiers()
-
-
-class Keep(enum.Enum):
-    """What stays of full weights from forward to backward, whatever the plan."""
-
-    AS_PLANNED = "all, or what `between` names, as the plan says"
-    ALL = "all"
-    BETWEEN = "what `between` names: all are gathered again"
-
-    @classmethod
-    def of(cls, is_root: bool, beside_packed: bool) -> Keep:
-        """Choose for one bucket of a unit. The root's weights would be gathered again at once; a unit with packed
-        weights is gathered again in any case, and what the plan keeps of its others is put beside.
-
-        Args:
-            beside_packed: whether the unit has weights in 4 bits, which never stay.
-        """
-        if is_root:
-            return cls.ALL
-        return cls.BETWEEN if beside_packed else cls.AS_PLANNED
 
 
 @dataclass(frozen=True)
@@ -78,6 +57,8 @@ class Place:
             raise BadInput(f"tz.Place({axes!r}): axes are a tuple of names. Write tz.Place.parse({axes!r}).")
         if not (isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes)):
             raise BadInput(f"tz.Place: axes are {axes!r}; give a tuple of names, such as ('dp_shard',) or ('S', 'R').")
+        if not _may_be_axes(axes):
+            raise BadInput(f"tz.Place: axes are {axes!r}; give names, each once, or () for a whole copy on every rank.")
         tier: object = self.tier
         if not isinstance(tier, str):
             raise BadInput(f"tz.Place: tier is {tier!r}; give 'device', 'cpu' or 'nvme', or shares such as 'cpu:0.7'.")
@@ -91,13 +72,13 @@ class Place:
         """
         axes, at, tier = text.partition("@")
         names = tuple(part.strip() for part in axes.split(","))
-        is_wrong = "" in names or len({*names}) < len(names) or ("-" in names and len(names) > 1)
-        if is_wrong or (at and not tier.strip()):
+        names = () if names == ("-",) else names
+        if not _may_be_axes(names) or (at and not tier.strip()):
             raise BadInput(
                 f"{text!r} is no place of a state. Write the axes that it is split over, such as 'D' or 'S,R', or '-' "
                 "alone for a whole copy on every rank; off the device '@' and a tier follow, such as 'D@cpu'."
             )
-        return cls(() if names == ("-",) else names, tier.strip() or "device")
+        return cls(names, tier.strip() or "device")
 
     def __str__(self) -> str:
         axes = ",".join(self.axes) or "-"
@@ -157,6 +138,10 @@ class Place:
                     f"{', '.join(mesh_axes)}. Pass a mesh with that axis, or choose a plan that does not need it."
                 )
         return Place(self.among(mesh_axes), self.tier)
+
+
+def _may_be_axes(names: Sequence[str]) -> bool:
+    return not {"", "-"} & {*names} and len({*names}) == len(names)
 
 
 _TABLE = {

@@ -30,8 +30,9 @@ from terrazzo.engine.partition.unit_choice import Units, find_units
 from terrazzo.engine.partition.unit_members import Member, UnitSpec, partition
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
+from terrazzo.engine.plan.kept_weights import Keep
 from terrazzo.engine.plan.layout import travels_in_blocks
-from terrazzo.engine.plan.place import Keep, Plan
+from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from terrazzo.engine.offload.needs import in_cells
 from terrazzo.engine.plan.bucket_memory import copied_bytes
 from terrazzo.engine.plan.bucket_spec import BucketSpec
+from terrazzo.engine.plan.kept_weights import Keep
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up, travels_in_blocks
 from terrazzo.engine.plan.moves import GradientFate
-from terrazzo.engine.plan.place import Keep
 from terrazzo.planner.caching import once
 from terrazzo.planner.layout.placement import Placement
 from terrazzo.planner.model.shapes import TensorShape, UnitShape, parts_along_tp

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from terrazzo.engine.plan.kept_weights import Keep
 from terrazzo.engine.plan.moves import MoveBytes
-from terrazzo.engine.plan.place import Keep
 from terrazzo.planner.layout.buckets import PlannedBucket
 from terrazzo.planner.machine.transfers import Link, When
 from terrazzo.words import TIERS
