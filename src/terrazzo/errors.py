@@ -89,6 +89,8 @@ class ConnectionLost(TerrazzoError, ConnectionError, RuntimeError):
 class TimedOut(TerrazzoError, ConnectionError, RuntimeError):
     """Other ranks have not come to an exchange in the time of its process group; the message says where each waited."""
 
+    says_all = True
+
 
 class SaveFailed(TerrazzoError, RuntimeError):
     """A checkpoint could not be written completely; it is not visible, and earlier ones are intact."""
@@ -150,8 +152,12 @@ def lost_a_rank(error: BaseException) -> bool:
 
 def timed_out(error: BaseException) -> bool:
     """Whether an error says that other ranks have not come in time."""
-    return isinstance(error, TimedOut) or (_is_of_gloo(error) and "Timed out" in str(error))
+    return isinstance(error, TimedOut) or (_is_of_gloo(error) and any(word in str(error) for word in _OF_TIME))
+
+
+_OF_TIME = ("Timed out", "Application timeout")
+"""What gloo says of time that is over: where it was waited, and elsewhere in the process, to which it closes all."""
 
 
 def _is_of_gloo(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo/transport", _OF_TIME[1]))

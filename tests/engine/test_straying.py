@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -525,13 +527,14 @@ class Choosy(Routed):
         return out
 
 
-def skipping_a_batch(plan: str, goes_on: bool) -> tuple[str, str, float]:
+def skipping_a_batch(plan: str, goes_on: bool, near: str = "1") -> tuple[str, str, float]:
     """What ends a run whose second rank skips a batch, and goes on or leaves it there; run by each process."""
     rank, group = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=SKIPPING_TIMEOUT_S))
     model = Choosy()
     model.route = [*range(DEPTH)]
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",))
-    model, optimizer = tz.shard(model, adamw(model.parameters()), plan, mesh=mesh)
+    with patch.dict(os.environ, {"TERRAZZO_PEER_MEMORY": near}):
+        model, optimizer = tz.shard(model, adamw(model.parameters()), plan, mesh=mesh)
     start = time.monotonic()
     try:
         for step in range(3):
@@ -554,11 +557,15 @@ def skipping_a_batch(plan: str, goes_on: bool) -> tuple[str, str, float]:
 SKIPPING_TIMEOUT_S = 4.0
 
 
+NEAR = pytest.mark.parametrize("near", ["1", "0"], ids=["read memory", "sockets"])
+
+
 @pytest.mark.processes
-def test_a_batch_that_one_rank_skips_in_mid_forward_is_told_of_by_where_each_waits() -> None:
+@NEAR
+def test_a_batch_that_one_rank_skips_in_mid_forward_is_told_of_by_where_each_waits(near: str) -> None:
     """One waits in a gather, the others in a meeting: messages of different kinds, so that time alone ends it."""
     with Pool(3) as pool:
-        for kind, said, seconds in pool.run(skipping_a_batch, "zero3", True, timeout_s=60.0):
+        for kind, said, seconds in pool.run(skipping_a_batch, "zero3", True, near, timeout_s=60.0):
             assert kind == "RanksApart", said
             here = "ranks 0, 2 at the end of forward 2; rank 1 at the weights of the root unit for training forward 3."
             assert here in said and "same number of forwards" in said, said
@@ -566,12 +573,15 @@ def test_a_batch_that_one_rank_skips_in_mid_forward_is_told_of_by_where_each_wai
 
 
 @pytest.mark.processes
+@NEAR
 @pytest.mark.parametrize(
     ("plan", "place"), [("zero3", "the end of forward 2"), ("zero2", "the gradient of unit 'blocks.4' in backward 2")]
 )
-def test_a_rank_that_does_not_come_at_all_is_told_of_with_where_the_others_wait(plan: str, place: str) -> None:
+def test_a_rank_that_does_not_come_at_all_is_told_of_with_where_the_others_wait(
+    plan: str, place: str, near: str
+) -> None:
     with Pool(3) as pool:
-        told = pool.run(skipping_a_batch, plan, False, timeout_s=60.0)
+        told = pool.run(skipping_a_batch, plan, False, near, timeout_s=60.0)
     assert told.pop(1)[0] == "left"
     for kind, said, seconds in told:
         assert kind == "TimedOut" and "longer timeout" in said, said

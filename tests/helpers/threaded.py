@@ -45,7 +45,7 @@ class ThreadedCollectives(Collectives):
     def _all_gather(self, full: Tensor, kind: str) -> Moves:
         self._compare_labels()
         own = self._chunks(full)[self.rank]
-        with self._meeting(kind):
+        with self._waiting_for_all(kind):
             meetings.all_gather(full, own, self.group)
         yield Handle()
         return full
@@ -54,7 +54,7 @@ class ThreadedCollectives(Collectives):
         self._compare_labels()
         received = torch.empty_like(full)
         with self.ledger.holding(received.nbytes):
-            with self._meeting(kind):
+            with self._waiting_for_all(kind):
                 meetings.all_to_all(received, full, self.group)
             yield Handle()
             total = full.new_empty(full.numel() // self.size, dtype=dtype)
@@ -65,7 +65,7 @@ class ThreadedCollectives(Collectives):
         self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int], kind: str
     ) -> Moves:
         self._compare_labels()
-        with self._meeting(kind):
+        with self._waiting_for_all(kind):
             dist.all_to_all_single(received, sent, list(received_numels), list(sent_numels), group=self.group)
         yield Handle()
 

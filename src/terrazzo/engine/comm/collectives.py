@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.comm.failed_exchanges import explained
+from terrazzo.engine.comm.failed_exchanges import Exchange
 from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.transfer import Handle, Moves, converted, next_stream, outlives_chain
 from terrazzo.engine.instrumentation.label import moving
@@ -165,7 +165,7 @@ class Collectives(ABC):
         if timeout_s is not None:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True).wait(timedelta(seconds=timeout_s))
             return values
-        with self._meeting("control"):
+        with self._waiting_for_all("control"):
             dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
         return values
 
@@ -173,27 +173,31 @@ class Collectives(ABC):
         """Every rank's `values`, stacked in rank order along a new first dim, for small control data; blocks."""
         rows = values.new_empty((self.size, values.numel()))
         self.traffic.record("control", values.nbytes, axis=self.axis)
-        with self._meeting("control"):
+        with self._waiting_for_all("control"):
             all_gather_single(rows.view(-1), values.reshape(-1), group=self._group_for(values))
         return rows.view(self.size, *values.shape)
 
     def broadcast(self, values: Tensor, source: int = 0) -> None:
         """Overwrite `values` with those of one rank of the axis, by default of the first; blocks."""
         self.traffic.record("broadcast", values.nbytes if self.rank == source else 0, axis=self.axis)
-        with self._meeting("broadcast"):
+        with self._waiting_for_all("broadcast"):
             dist.broadcast(_carried(values), group=self._group_for(values), group_src=source)
 
     @contextlib.contextmanager
-    def _meeting(self, kind: str) -> Iterator[None]:
+    def _waiting_for_all(self, kind: str) -> Iterator[None]:
         """Count what is inside, which blocks until all ranks are there, as a wait for the last one."""
         with self.traffic.times_of(self.axis, kind).waiting(late=True):
             try:
-                yield
+                with self._begun().part(last=True):
+                    yield
             except RuntimeError as error:
-                failed = explained(error, moving.get(), self.group, self.break_off)
                 for why in self._standing_still():
-                    failed.add_note(why)
-                raise failed from failed.__cause__
+                    error.add_note(why)
+                raise
+
+    def _begun(self) -> Exchange:
+        """The exchange that this rank begins now."""
+        return Exchange(self.group, moving.get(), self.break_off)
 
     def _standing_still(self) -> Iterable[str]:
         """Notes on ranks that stand still, as far as this one can see."""

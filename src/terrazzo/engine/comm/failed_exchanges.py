@@ -1,88 +1,116 @@
 """What is raised where an exchange has failed: who has ended, or, where its time is over, where each rank has waited.
 
-Ranks that wait in exchanges of different kinds hear nothing of each other: one in a meeting, say, which is an
-all-reduce of gloo's, and the other in a gather. So whose time is over first leaves word in the store by which the
-process group was made, and breaks its connections off: what the others wait in fails at once, and they leave word as
-well. Before that nothing is written: steps cost no more.
+Ranks that wait in exchanges of different kinds hear nothing of each other: one waits for all at the end of a pass, say,
+which is an all-reduce of gloo's, and the other in a gather. So whose time is over first leaves word in the store by
+which the process group was made, and breaks its connections off: what the others wait in fails at once, and they leave
+word as well. Before that nothing is written: steps cost no more.
+
+Several exchanges of a rank are under way at a time, in threads, and any may fail first. So its word names all of them.
+Ranks that run the same have one of these in common: that to which the last of them came late.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 
-from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label, places_text
+from terrazzo.engine.instrumentation.label import NOT_THE_SAME, RUN_THE_SAME, Label, places_text
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.private_torch import default_store
 from terrazzo.engine.runtime.process_groups import timeout_s_of
 from terrazzo.errors import ConnectionLost, RanksApart, TimedOut, lost_a_rank, timed_out
 from terrazzo.messages import of_ranks
 
-__all__ = ["explained"]
+__all__ = ["Exchange"]
 
 _WORD_S = 2.0
 """How long a rank looks for the words of others; half of the group's own time, where that is shorter."""
 
+_UNDER_WAY: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Label]] = weakref.WeakKeyDictionary()
+"""What this rank has begun to exchange in a group and not ended, in order; what has failed stays."""
+_numbers = itertools.count()
 
-def explained(
-    error: BaseException, label: Label, group: dist.ProcessGroup, break_off: Callable[[], None]
-) -> BaseException:
-    """What to raise where the exchange of `label` in `group` has failed with `error`, which is its cause.
+
+class Exchange:
+    """An exchange in which all ranks of a group meet, from when this rank begins it; parts may be in other threads.
 
     Args:
         break_off: has the other ranks hear that nothing comes from here; called where they are asked for word.
-
-    Returns:
-        RanksApart: where all ranks of the group have waited, and not for the same.
-        TimedOut: where time is over otherwise.
-        ConnectionLost: where another rank has ended or failed, and none has run out of time.
-        BaseException: `error`, if it is of anything else.
     """
-    if not (timed_out(error) or lost_a_rank(error)):
-        return error
-    words = _Words(group)
-    failed: BaseException
-    if timed_out(error) or words.any():
-        words.leave(str(label))
-        break_off()
-        failed = _of_time(error, {dist.get_rank(): str(label), **words.read()}, words.ranks)
-    else:
+
+    def __init__(self, group: dist.ProcessGroup, label: Label, break_off: Callable[[], None]) -> None:
+        self._group, self._label, self._break_off = group, label, break_off
+        self._under_way, self._number = _UNDER_WAY.setdefault(group, {}), next(_numbers)
+        self._under_way[self._number] = label
+
+    @contextlib.contextmanager
+    def part(self, *, last: bool = False) -> Iterator[None]:
+        """Inside, others are waited for. The exchange has ended after the `last` part.
+
+        Raises:
+            RanksApart: where all ranks of the group have waited, and not for the same.
+            TimedOut: where time is over otherwise.
+            ConnectionLost: where another rank has ended or failed, and none has run out of time.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if (failed := self._explained(error)) is not None:
+                raise failed from error
+            del self._under_way[self._number]
+            raise
+        if last:
+            del self._under_way[self._number]
+
+    def _explained(self, error: BaseException) -> BaseException | None:
+        """What to raise where it has failed with `error`; None if that is of anything else."""
+        if not (timed_out(error) or lost_a_rank(error)):
+            return None
+        words = _Words(self._group)
+        if timed_out(error) or words.any():
+            words.leave([str(label) for label in [*self._under_way.values()]])
+            self._break_off()
+            return _of_time(error, words.read(), words.ranks)
         why = str(error) if isinstance(error, ConnectionLost) else _ENDED
-        failed = ConnectionLost(f"{why} Here it was the turn of {label}.")
-    failed.__cause__ = error
-    return failed
+        return ConnectionLost(f"{why} Here it was the turn of {self._label}.")
 
 
-def _of_time(error: BaseException, places: Mapping[int, str], ranks: Sequence[int]) -> TimedOut | RanksApart:
-    """The error of ranks whose time is over, of which some have said at which places."""
-    silent = [rank for rank in ranks if rank not in places]
-    where = places_text(places)
-    if not silent and len({*places.values()}) > 1:
+def _of_time(error: BaseException, words: Mapping[int, Sequence[str]], ranks: Sequence[int]) -> TimedOut | RanksApart:
+    """The error of ranks whose time is over, of which some have said what they had under way, the oldest first."""
+    silent = [rank for rank in ranks if rank not in words]
+    shared = [place for place in words[min(words)] if all(place in others for others in words.values())]
+    where = places_text({rank: (shared or places)[0] for rank, places in words.items()})
+    if not (silent or shared):
         return RanksApart(
-            "The ranks have not run the same, and have waited for each other until the time of their process group "
-            f"was over: {where}. {RUN_THE_SAME}"
+            f"{NOT_THE_SAME}, and have waited for each other until the time of their process group was over: {where}. "
+            f"{RUN_THE_SAME}"
         )
-    why = str(error) if isinstance(error, TimedOut) else _LATE
+    why = str(error) if isinstance(error, TimedOut) else f"{_NOT_COME if timed_out(error) else _LATE} {_IF_SLOW}"
     nowhere = f"; of {of_ranks(silent)} nothing is known" if silent else ""
     return TimedOut(f"{why} Waiting: {where}{nowhere}.")
 
 
 _ENDED = "Another rank has ended or failed: see what it has printed."
-_LATE = (
-    "Other ranks have not come to an exchange in time: they may have ended, or run something else: see what they have "
-    "printed. Where one is only slow, give init_process_group a longer timeout."
-)
+_NOT_COME = "Other ranks have not come to an exchange in time: they may have ended, or run something else."
+_LATE = "Another rank has waited in vain, for this rank or for others, until the time of their process group was over."
+_IF_SLOW = "See what each has printed. Where one is only slow, give init_process_group a longer timeout."
 
 
 class _Words:
-    """Where the ranks of a group have waited, as each has left word of it once; none where the store is gone."""
+    """What the ranks of a group had under way as time was over, as each has left word of it once; none where the store
+    is gone, but this rank's own.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)
         self._keys = {rank: f"terrazzo/waited/{group.group_name}/{rank}" for rank in self.ranks}
+        self._own: list[str] = []
         self._patience_s = min(_WORD_S, timeout_s_of(group, HOST) / 2)
 
     def any(self) -> bool:
@@ -91,19 +119,20 @@ class _Words:
             return any(default_store().check([key]) for key in self._keys.values())
         return False
 
-    def leave(self, place: str) -> None:
-        """This rank has waited there. Its first word stays: it has begun to wait for that before anything else."""
+    def leave(self, places: list[str]) -> None:
+        """This rank has waited there. Its first word stays: later ones know less of what it had begun."""
+        self._own = places
         with contextlib.suppress(RuntimeError):
-            default_store().compare_set(self._keys[dist.get_rank()], "", place)
+            default_store().compare_set(self._keys[dist.get_rank()], "", json.dumps(places))
 
-    def read(self) -> dict[int, str]:
+    def read(self) -> dict[int, list[str]]:
         """Of each rank whose word comes in time."""
-        places: dict[int, str] = {}
+        words: dict[int, list[str]] = {}
         until = time.monotonic() + self._patience_s
         with contextlib.suppress(RuntimeError):
-            while len(places) < len(self.ranks) and time.monotonic() < until:
-                for rank in (rank for rank in self.ranks if rank not in places):
+            while len(words) < len(self.ranks) and time.monotonic() < until:
+                for rank in (rank for rank in self.ranks if rank not in words):
                     if default_store().check([self._keys[rank]]):
-                        places[rank] = default_store().get(self._keys[rank]).decode()
+                        words[rank] = json.loads(default_store().get(self._keys[rank]))
                 time.sleep(0.02)
-        return places
+        return {dist.get_rank(): self._own, **words}

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label, moving, places_text
+from terrazzo.engine.instrumentation.label import NOT_THE_SAME, RUN_THE_SAME, Label, moving, places_text
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.device import HOST
@@ -114,7 +114,7 @@ def _name_places(axes: Axes, label: Label) -> NoReturn:
     """
     rows = axes.rows(torch.tensor([dist.get_rank(), label.code], device=HOST), axes.within_stage).tolist()
     where = places_text({rank: str(label.of_code(code)) for rank, code in rows})
-    raise RanksApart(f"The ranks have not run the same: {where}. {RUN_THE_SAME}")
+    raise RanksApart(f"{NOT_THE_SAME}: {where}. {RUN_THE_SAME}")
 
 
 def _name_difference(axes: Axes, progress: Progress, label: Label) -> NoReturn:
@@ -129,10 +129,10 @@ def _name_difference(axes: Axes, progress: Progress, label: Label) -> NoReturn:
         ranks = axes.rows(torch.tensor([own], dtype=torch.float64, device=HOST), axes.within_stage)
         low, high = ranks.amin().item(), ranks.amax().item()
         found = said.format(name=name, own=own, low=low, high=high, last=progress.last_edit)
-        raise RanksApart(f"The ranks have not run the same: before {label}, {found}")
+        raise RanksApart(f"{NOT_THE_SAME}: before {label}, {found}")
     for along in axes.of_states:
         trail = [*along.trail]
         numbers = torch.tensor([dist.get_rank(), *trail], device=HOST)
         for rank, *theirs in axes.rows(numbers, axes.within_stage).tolist():
             label.check_trail(trail, theirs, f"rank {rank}")
-    raise RanksApart(f"The ranks have not run the same some time before {label}. {RUN_THE_SAME}")
+    raise RanksApart(f"{NOT_THE_SAME} some time before {label}. {RUN_THE_SAME}")

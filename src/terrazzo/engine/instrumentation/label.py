@@ -18,6 +18,7 @@ from terrazzo.messages import of_ranks
 
 __all__ = [
     "CALLS",
+    "NOT_THE_SAME",
     "RUN_THE_SAME",
     "RUN_THE_SAME_MODULES",
     "Label",
@@ -28,12 +29,13 @@ __all__ = [
     "title_of",
 ]
 
-
+NOT_THE_SAME = "The ranks have not run the same"
+"""How errors of ranks that have come apart begin."""
 RUN_THE_SAME = (
     "Every rank must run the same number of forwards, backwards and steps, with the same ones inside "
     "'with tz.accumulate(model)'; what their data lets them skip inside of the model may differ."
 )
-"""The edit that errors ask for where ranks have come apart."""
+"""The edit that they ask for."""
 
 
 class Purpose(IntEnum):
@@ -126,7 +128,7 @@ class Label:
         """
         if code != self.code:
             raise RanksApart(
-                f"The ranks have not run the same: here it is the turn of {self}, and on {who} of "
+                f"{NOT_THE_SAME}: here it is the turn of {self}, and on {who} of "
                 f"{self.of_code(code)}. {RUN_THE_SAME_MODULES if self.purpose in _OF_ACTIVATIONS else RUN_THE_SAME}"
             )
 

@@ -166,7 +166,7 @@ class Axes:
         """The collectives that states and gradients go through: of each axis of `within_stage`, and of `edp`."""
         return [self._collectives[axis] for axis in (*self.within_stage, *(("edp",) if self.has_experts else ()))]
 
-    def _meeting(self, axes: Iterable[str]) -> list[Collectives]:
+    def _live_links(self, axes: Iterable[str]) -> list[Collectives]:
         """The collectives of the axes with more than one rank, for an exchange that comes now."""
         live = self.live(axes)
         if not {*live}.isdisjoint(self.replica_axis):
@@ -179,20 +179,20 @@ class Axes:
         Args:
             timeout_s: as for `Collectives.maximum`, along each axis.
         """
-        for along in self._meeting(axes):
+        for along in self._live_links(axes):
             along.maximum(values, timeout_s)
         return values
 
     def rows(self, values: Tensor, axes: Iterable[str]) -> Tensor:
         """The 1-D `values` of all ranks of the axes, as rows; blocks."""
         rows = values.unsqueeze(0)
-        for along in self._meeting(axes):
+        for along in self._live_links(axes):
             rows = along.gather_rows(rows).flatten(0, 1)
         return rows
 
     def total(self, value: Tensor, axes: Iterable[str], reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
         """`reduce` of the values of the ranks of `axes`, on rows in rank order: all ranks get equal bits; blocks."""
-        for along in self._meeting(axes):
+        for along in self._live_links(axes):
             value = reduce(along.gather_rows(value), dim=0)
         return value
 
@@ -207,7 +207,7 @@ class Axes:
             facts: under the same names on every rank. A number that is on a device is an int64 tensor of one element;
                 anything else is what JSON can hold, or `str` can tell apart.
         """
-        if not facts or not (meeting := self._meeting(axes)):
+        if not facts or not (links := self._live_links(axes)):
             return []
         checksums = torch.stack(
             [
@@ -218,16 +218,16 @@ class Axes:
             ]
         )
         highest, lowest = both = torch.stack([checksums, ~checksums])
-        for along in meeting:
+        for along in links:
             along.maximum(both)
         return [name for name, same in zip(facts, (highest == ~lowest).tolist(), strict=True) if not same]
 
     def broadcast(self, values: Tensor, axes: Iterable[str]) -> None:
         """Overwrite `values` with those of the first rank of the axes; blocks. They cross outer links once."""
-        live, meeting = self.live(axes), self._meeting(axes)
+        live, links = self.live(axes), self._live_links(axes)
         for position in reversed(range(len(live))):
             if self.is_first(live[:position]):
-                meeting[position].broadcast(values)
+                links[position].broadcast(values)
 
 
 def _checksum(fact: object) -> int:

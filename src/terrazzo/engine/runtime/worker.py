@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 import torch
 
-from terrazzo.errors import Misuse, says_all
+from terrazzo.errors import Misuse, TerrazzoError
 from terrazzo.processes.ending import Thread, require_own, start_thread
 
 __all__ = ["Job", "Worker", "again", "without_frames"]
@@ -38,10 +38,10 @@ def again(error: BaseException) -> BaseException:
 def without_frames(error: BaseException) -> BaseException:
     """A copy of an error for another thread, with its traceback as text: frames would keep what they hold alive.
 
-    An error whose message is enough has none.
+    One of Terrazzo's has none: its message is enough, and where it was asked for is in the traceback of whoever waits.
     """
     copied = again(error)
-    if says_all(error):
+    if isinstance(error, TerrazzoError):
         return copied
     copied.add_note("".join(["In a background thread:\n", *traceback.format_exception(error)]).rstrip())
     return copied

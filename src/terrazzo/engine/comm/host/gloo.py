@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.failed_exchanges import explained
-from terrazzo.engine.comm.host.columns import columns_of
+from terrazzo.engine.comm.failed_exchanges import Exchange
+from terrazzo.engine.comm.host.columns import Columns, columns_of
 from terrazzo.engine.comm.host.neighbours import Memory, Neighbour, find_neighbours
 from terrazzo.engine.comm.sums import add_in_order, divide
 from terrazzo.engine.comm.tags import EXCHANGES, NEVER_SENT
@@ -53,8 +53,6 @@ class GlooCollectives(Collectives):
     reads and sums while the rank computes.
     """
 
-    _near: Mapping[int, Neighbour] = {}
-
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -66,16 +64,24 @@ class GlooCollectives(Collectives):
         super().__init__(group, traffic, ledger, axis, host_group)
         kinds = ("gather", "reduce") if self.size > 1 else ()
         self._names = [_name_of(rank, job) for rank, job in enumerate(dist.get_process_group_ranks(group))]
-        timeout_s = timeout_s_of(group, HOST)
-        self._near = find_neighbours(self.rank, self.gather_rows, kinds, timeout_s, self._names) if kinds else {}
-        self._columns = columns_of(self.rank, self._names, self._near, self.gather_rows) if kinds else None
-        if self._columns is not None and self._columns.width == 1:
-            self._near = {}
-        self._far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._near]
+        self._near: dict[int, Neighbour] = {}
+        self._columns: Columns | None = None
         self._break_off = functools.partial(_break_off, self._near, group)  # which must not hold what owns the threads
+        if kinds:
+            self._find_ways(kinds)
+        self._far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._near]
         self._workers = {kind: Worker(f"terrazzo-{kind}", break_off=self._break_off) for kind in kinds}
         self._counts = dict.fromkeys(kinds, 0)
         self._model = _models[group.group_name] = _models[group.group_name] + 1
+
+    def _find_ways(self, kinds: Sequence[str]) -> None:
+        """Find out which ranks are neighbours, and whether exchanges go by columns."""
+        self._near.update(
+            find_neighbours(self.rank, self.gather_rows, kinds, timeout_s_of(self.group, HOST), self._names)
+        )
+        self._columns = columns_of(self.rank, self._names, self._near, self.gather_rows)
+        if self._columns is not None and self._columns.width == 1:
+            self._near.clear()
 
     def break_off(self) -> None:
         self._break_off()
@@ -88,9 +94,9 @@ class GlooCollectives(Collectives):
     def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
         chunks, times, turn = self._chunks(full), self.traffic.times_of(self.axis, kind), _turn_of(kind)
         if (columns := self._columns) is not None:
-            stamp = self._stamp(turn)
+            begun, stamp = self._begun(), self._stamp(turn)
             go = functools.partial(columns.gather, self.group, stamp, self._near, full, turn)
-            yield self._in_thread(turn, lambda _: go(), [full], times)
+            yield self._in_thread(turn, begun, lambda _: go(), [full], times)
             return full
 
         def fill(sources: Sequence[_Source]) -> None:
@@ -151,9 +157,9 @@ class GlooCollectives(Collectives):
             if columns is None:
                 yield self._exchange("reduce", chunks, space, add, times)
             else:
-                stamp = self._stamp("reduce")
+                begun, stamp = self._begun(), self._stamp("reduce")
                 go = functools.partial(columns.reduce, self.group, stamp, self._near, full, add)
-                yield self._in_thread("reduce", lambda _: go(), [full, *space], times)
+                yield self._in_thread("reduce", begun, lambda _: go(), [full, *space], times)
         return total
 
     def receive_bytes(self, full_bytes: int) -> int:
@@ -180,13 +186,14 @@ class GlooCollectives(Collectives):
             space: where chunks from other machines arrive; this rank's own entry is its own chunk.
             sizes: bytes that each rank offers; by default as many as this one keeps.
         """
-        label, first, then = self._stamp(kind)
+        begun, (label, first, then) = self._begun(), self._stamp(kind)
         own = torch.tensor([label.code], device=HOST)
         codes = {rank: torch.empty_like(own) for rank in self._far}
-        announcements = {rank: self.group.recv([codes[rank]], rank, first) for rank in self._far}
-        coming = [self.group.recv([space[rank]], rank, then) for rank in self._far]
-        announced = [self.group.send([own], rank, first) for rank in self._far]
-        going = announced + [self.group.send([outgoing[rank]], rank, then) for rank in self._far]
+        with begun.part():
+            announcements = {rank: self.group.recv([codes[rank]], rank, first) for rank in self._far}
+            coming = [self.group.recv([space[rank]], rank, then) for rank in self._far]
+            announced = [self.group.send([own], rank, first) for rank in self._far]
+            going = announced + [self.group.send([outgoing[rank]], rank, then) for rank in self._far]
         offered_bytes = [outgoing[self.rank].nbytes] * self.size if sizes is None else sizes
 
         def exchange(moments: Moments) -> None:
@@ -209,7 +216,7 @@ class GlooCollectives(Collectives):
             for work in going:
                 work.wait()
 
-        return self._in_thread(kind, exchange, [*outgoing, *space], times)
+        return self._in_thread(kind, begun, exchange, [*outgoing, *space], times)
 
     def _stamp(self, kind: str) -> Stamp:
         """The mark of the messages of an exchange that begins now.
@@ -225,22 +232,22 @@ class GlooCollectives(Collectives):
         return Stamp(label, number % hashes * 4 + of_kind, mixed % hashes * 4 + 2 + of_kind)
 
     def _in_thread(
-        self, kind: str, exchange: Callable[[Moments], None], keep: Sequence[Tensor], times: Times
+        self, kind: str, begun: Exchange, exchange: Callable[[Moments], None], keep: Sequence[Tensor], times: Times
     ) -> Handle:
-        """Have the thread for `kind` do `exchange`; a failure is one for the neighbours as well."""
-        moments, ordinal, label = Moments(), times.ordinal, moving.get()
+        """Have the thread for `kind` do the rest of `begun`; a failure is one for the neighbours as well."""
+        moments, ordinal = Moments(), times.ordinal
 
         def job() -> None:
-            moments.begun = begun = time.perf_counter()
+            moments.begun = start = time.perf_counter()
             try:
-                exchange(moments)
-            except BaseException as error:
-                failed = explained(error, label, self.group, self.break_off)
+                with begun.part(last=True):
+                    exchange(moments)
+            except BaseException:
                 for neighbour in self._near.values():
                     neighbour.hang_up()
-                raise failed from failed.__cause__
+                raise
             moments.done = time.perf_counter()
-            times.recorder.done(times.track, ordinal, begun, moments.ready)
+            times.recorder.done(times.track, ordinal, start, moments.ready)
 
         return Handle([self._workers[kind].submit(job)], keep, times, moments=moments)
 

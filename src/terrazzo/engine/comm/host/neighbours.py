@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.comm.host.rendezvous import Address, Listener, Met, connect
-from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label
+from terrazzo.engine.instrumentation.label import NOT_THE_SAME, RUN_THE_SAME, Label
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import ConnectionLost, RanksApart, TimedOut
 from terrazzo.processes.ending import Ending, leaves_to_parent
@@ -152,7 +152,7 @@ class Neighbour:
         label.check(code, self.name)
         if (count, offered_bytes) != (self._count[kind], size_bytes):
             raise RanksApart(
-                f"The ranks have not run the same: {self.name} offers {offered_bytes} bytes in its {kind} number "
+                f"{NOT_THE_SAME}: {self.name} offers {offered_bytes} bytes in its {kind} number "
                 f"{count}, and this rank expects {size_bytes} in number {self._count[kind]}. {RUN_THE_SAME}"
             )
         return Memory(self.pid, address, self.name)
@@ -164,9 +164,7 @@ class Neighbour:
     def await_taken(self, kind: str) -> None:
         """Wait until it has read what was offered to it."""
         if self._receive(kind, len(_TAKEN)) != _TAKEN:
-            raise RanksApart(
-                f"The ranks have not run the same: {self.name} is in another {kind} than this one. {RUN_THE_SAME}"
-            )
+            raise RanksApart(f"{NOT_THE_SAME}: {self.name} is in another {kind} than this one. {RUN_THE_SAME}")
 
     def hang_up(self) -> None:
         """Something has failed here: whatever it waits for will not come, and nothing further may be exchanged."""
