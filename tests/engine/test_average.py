@@ -118,6 +118,42 @@ def test_what_is_written_into_weights_is_averaged(precision: str) -> None:
         assert states(model)["head.bias"].eq(9).all()
 
 
+def write_on_one(model: Any, rank: int) -> None:
+    if rank == 1:
+        model.head.bias.detach().fill_(5)
+
+
+WRITES: dict[str, Any] = {
+    "in place": lambda model: model.head.bias.detach().fill_(7),
+    "other data": lambda model: setattr(model.head.bias, "data", torch.full_like(model.head.bias, 7)),
+    "seen in between": lambda model: (model.head.bias.detach().fill_(7), states(model)),
+    "through data": lambda model: model.head.bias.data.fill_(7),
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "write"), [*(("bf16", write) for write in WRITES), *(("fp32", write) for write in [*WRITES][:3])]
+)
+def test_what_is_written_inside_an_average_is_said_on_every_rank(precision: str, write: str) -> None:
+    """On one alone, too. Weights are back by then; the average has it, as `AveragedModel` would."""
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero0", precision=precision)
+        train(model, optimizer, 1, rank)
+        with torch.no_grad():
+            model.head.weight.fill_(1)  # outside, which is no matter
+        ema, before = tz.EMA(model, DECAY), states(model)
+        with pytest.raises(tz.Misuse, match=r"written to inside 'with ema\.swapped.*'head\.bias'"), ema.swapped():
+            WRITES[write](model)
+        assert_equal(states(model), before)
+        with ema.swapped():
+            assert states(model)["head.bias"].eq(7).all()
+        with pytest.raises((tz.Misuse, tz.BadInput), match="Rank 1 cannot" if rank == 0 else "head"), ema.swapped():
+            write_on_one(model, rank)
+
+    on_ranks(2, body)
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [

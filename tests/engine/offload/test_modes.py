@@ -410,18 +410,6 @@ def test_both_halves_of_a_restore_end_half_a_step(forgotten: bool, tmp_path: Pat
         assert_close(found, dict(alone.named_parameters()), 2e-6)
 
 
-def test_weights_alone_do_not_end_half_a_step() -> None:
-    def body(rank: int) -> None:
-        model, optimizer = in_backward()
-        loss_of(model, batch(0, rank)).backward()
-        optimizer.zero_grad()
-        model.load_state_dict(BASE.state_dict())
-        with pytest.raises(tz.Misuse, match="half a step"):
-            a_step(model, optimizer, rank)
-
-    on_ranks(2, body)
-
-
 def test_gradients_that_come_after_the_update_are_refused(tmp_path: Path) -> None:
     """From then on too, until a checkpoint is restored."""
 
@@ -429,7 +417,7 @@ def test_gradients_that_come_after_the_update_are_refused(tmp_path: Path) -> Non
         model, optimizer = in_backward()
         checkpoint.save(str(tmp_path / "saved"), model, optimizer, {})
         loss_of(model, batch(0, rank)).backward()
-        with pytest.raises(tz.Misuse, match="came after its update had begun"):
+        with pytest.raises(tz.Misuse, match=r"forward of .* units have been updated already.*tz\.accumulate"):
             loss_of(model, batch(1, rank)).backward()
         optimizer.zero_grad()
         with pytest.raises(tz.Misuse, match="half a step"):

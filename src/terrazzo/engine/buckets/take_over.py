@@ -75,6 +75,7 @@ def _take_over_resident(bucket: Bucket) -> None:
         has_master and edits.data_taken and differ(bucket.master, bucket.weight, bucket.update_as_seen)
     ):
         bucket.note_change()
+        edits.taken_over.update(written or edits.data_taken)
         _update_masters(bucket, written)
         if has_master:
             bucket.round_written()

@@ -64,6 +64,7 @@ class ForwardHooks:
         self._compute, self._alone = sharding.precision.compute, not sharding.axes.live(sharding.axes.whole_mesh)
         self._warned = False
         self.refuse(None)
+        self.ask: Callable[[int], None] = do_nothing  # whether the forward of a unit may begin
         self._pass_call: Callable[[], Callable[..., Any] | None] = do_nothing  # weakly, the call that is the pass
         storages = Storages()
         for unit in units:
@@ -201,6 +202,7 @@ class ForwardHooks:
         if inside_backward():
             self._backward.recompute(unit)
             return
+        self.ask(unit.index)
         forward = self._schedule.forward
         if forward is None:
             self._backward.recover()
@@ -277,6 +279,7 @@ class ForwardHooks:
         unit, forward = self._units[index], self._schedule.forward
         if forward is None or inside_backward():
             return False
+        self.ask(index)
         with unseen():
             forward.enter(unit)
             if torch.is_grad_enabled():

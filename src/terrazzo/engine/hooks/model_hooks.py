@@ -57,6 +57,10 @@ class ModelHooks:
         """Call this before a forward or a backward uses weights: it ends steps that have raised."""
         self._backward.recover = recover
 
+    def ask_before_forwards(self, ask: Callable[[int], None]) -> None:
+        """Call this with the number of each unit whose forward begins: it may refuse that."""
+        self._forward.ask = ask
+
     def refuse_forwards(self, why: str | None) -> None:
         """From now on, no forward may gather weights; None: it may again."""
         self._forward.refuse(why)

@@ -80,6 +80,11 @@ class Drivers:
         for driver in self._drivers:
             driver.recover()
 
+    def before_forward(self, unit: int) -> None:
+        """A forward of a unit begins; see `OffDeviceUpdates.before_forward`."""
+        for driver in self._drivers:
+            driver.off_device.before_forward(unit)
+
     def retire(self) -> None:
         """Let go of all optimizers; nothing may be under way."""
         for driver in self._drivers:

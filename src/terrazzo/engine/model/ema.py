@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -11,6 +12,7 @@ from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.model.weight_average import Average
 from terrazzo.errors import Misuse
+from terrazzo.messages import listed
 
 __all__ = ["EMA"]
 
@@ -81,20 +83,43 @@ class EMA:
     def swapped(self) -> Iterator[None]:
         """The model has the averages as its weights inside, and its own after, to the bit. Collective.
 
+        What is written into whole weights inside is the average's, as it is of torch's `AveragedModel`, and refused at
+        the end, on every rank, where it is seen: not of fp32 weights through `.data`, which leaves no trace.
+
         Raises:
             BadInput: on every rank, where the decays of ranks, or how often they have updated, have differed. Saving
                 with the optimizer raises it, too.
-            Misuse: inside itself. Inside, `optimizer.step()`, loading, and saving more than weights raise it, too.
+            Misuse: inside itself, and at the end, for what was written. Inside, `optimizer.step()`, loading,
+                `tz.gathered` with `write`, and saving more than weights raise it, too.
         """
         self._engine.requires.at_rest("ema.swapped()", reads="weights")
         self._average.compare(self._engine.axes)
         self._swap()
+        written: list[str] = []
         try:
             yield
         finally:
-            self._swap()
+            written = self._swap()
+        all_or_none(self._engine.axes, functools.partial(_refuse_written, written))
 
-    def _swap(self) -> None:
+    def _swap(self) -> list[str]:
+        """Exchange average and weights; returns what has been written into whole ones since this was last called."""
         self._engine.settle()
+        edits = [bucket.full.edits for bucket in self._average.buffers]
+        written = sorted(name for each in edits for name in each.taken_over)
+        for each in edits:
+            each.taken_over.clear()
         self._average.swap()
         self._engine.publish()
+        return written
+
+
+def _refuse_written(written: Sequence[str]) -> None:
+    if written:
+        names = listed([*map(repr, written)])
+        raise Misuse(
+            f"Weights were written to inside 'with ema.swapped():', at least one of {names}: the "
+            "average has that for good, and the model's own weights, which are back, have not. Write outside of it, "
+            "and load a checkpoint if the average is to be what it was. A forward that writes, as of embeddings with "
+            "max_norm, runs on a plain model with the model.state_dict() of inside."
+        )

@@ -72,11 +72,11 @@ class Engine:
         staged_step: what runs these stages tells of a step; None for a whole model.
         drivers: one for each optimizer.
         process: that sharded the model.
-        requires: what calls require of weights and states.
         gradients: all of them, between backwards and steps.
         promise: what steps will need and send.
         blocks: of `tz.gathered`.
         rounds: of replicas that train by themselves; None where gradients are summed over them.
+        average: of trained weights, where `tz.EMA` has begun one: checkpoints save it.
     """
 
     sharding: ShardingSpec
@@ -92,11 +92,11 @@ class Engine:
     staged_step: StagedStep | None = field(default=None, init=False)
     drivers: Drivers = field(init=False)
     process: int = field(default_factory=os.getpid, init=False)
-    requires: Requirements = field(init=False)
     gradients: ModelGradients = field(init=False)
     promise: Promise = field(init=False)
     blocks: GatheredBlocks = field(init=False)
     rounds: Rounds | None = field(default=None, init=False)
+    average: Average | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Build the parts, which must not hold the engine: a model is freed with the last who has it."""
@@ -104,6 +104,7 @@ class Engine:
         drivers = self.drivers = Drivers(self.trainable(), self.progress)
         self.gradients = ModelGradients(self.trainable(), self.sharding, self.progress, schedule, hooks, drivers)
         hooks.recover_with(drivers.recover)
+        hooks.ask_before_forwards(drivers.before_forward)
         if isinstance(schedule, PipelineSchedule):
             self.staged_step = StagedStep(schedule, hooks, self.progress.denominator, self.trainable())
         settings, templates = self.store.settings, lambda: drivers.templates
@@ -111,7 +112,6 @@ class Engine:
         if (diloco := self.sharding.diloco) is not None:
             trained = [buckets for unit in units if (buckets := list(unit.trainable()))]
             self.rounds = Rounds(diloco, trained, self.axes, self.tally)
-        self.requires = Requirements(drivers, self.rounds)
         self.blocks = GatheredBlocks(units, schedule, hooks, self.axes, self.rounds)
 
     @property
@@ -162,12 +162,12 @@ class Engine:
 
     def keep_average(self, average: Average) -> None:
         """Have an average of the trained weights from now on, in the bill too."""
-        self.promise, self.requires = replace(self.promise, averages=True), replace(self.requires, average=average)
+        self.promise, self.average = replace(self.promise, averages=True), average
 
     @property
-    def average(self) -> Average | None:
-        """The average of trained weights, where `tz.EMA` has begun one: checkpoints save it."""
-        return self.requires.average
+    def requires(self) -> Requirements:
+        """What calls require of weights and states."""
+        return Requirements(self.drivers, self.rounds, self.average)
 
     @property
     def averages(self) -> Mapping[Bucket, Buffer]:
@@ -266,10 +266,12 @@ class Engine:
 
     def gathered(self, write: Write) -> AbstractContextManager[dict[str, Tensor]]:
         """Full weights of the whole model; see `tz.gathered`."""
+        what = f"tz.gathered(model, {write=})"
+        self.requires.step_taken(what, reads="weights")
         if write:
-            self.requires.step_taken(f"tz.gathered(model, {write=})")
+            self.requires.own_weights(what)
         if write == "first rank":
-            self.requires.round_ended(f"tz.gathered(model, {write=}) came")
+            self.requires.round_ended(f"{what} came")
         return self.blocks.block(write, self.settle, self.publish)
 
     def close(self) -> None:

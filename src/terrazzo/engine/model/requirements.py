@@ -8,13 +8,15 @@
     model.load_state_dict()      yes             yes                                        yes
     a checkpoint is saved        with states     of weights; with states also of these      yes
     a checkpoint is loaded       yes             of weights alone: yes; all: it mends these
-    tz.gathered(write=...)                       yes                                        "first rank": yes
-    tz.EMA(model)                                of weights
+    tz.gathered(write=...)       with write      of weights                                 "first rank": yes
+    p.norm() of split weights                    of weights
+    a forward of a unit                          of its weights: `OffDeviceUpdates.before_forward`
+    tz.EMA(model)                has none yet    of weights
     ema.update(), ema.swapped()  yes             of weights
 
 "Of weights" and "of states" refuse half a step in these until it is restored; "yes" refuses one that is still to come,
-which the others do, too. What gradients and gathered blocks require: `ModelGradients.require_whole`,
-`GatheredBlocks.require_unwritten`.
+which the others do, too. What is written into whole weights that are averages: `EMA.swapped` says it afterwards. What
+gradients and gathered blocks require: `ModelGradients.require_whole`, `GatheredBlocks.require_unwritten`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Requirements:
 
     drivers: Iterable[OptimizerDriver]
     rounds: Rounds | None
-    average: Average | None = None
+    average: Average | None
 
     def own_weights(self, what: str) -> None:
         """Refuse `what` where the averages are in the place of the weights."""

@@ -39,8 +39,9 @@ class _InStep:
 
 @dataclass
 class _Torn:
-    """Some units have been updated for a step that was given up, and `unrestored` has not been restored since."""
+    """Units, `begun`, have been updated for a step that was given up, and `unrestored` has not been restored since."""
 
+    begun: set[int]
     unrestored: set[Half]
 
 
@@ -90,6 +91,10 @@ class BackgroundUpdates(OffDeviceUpdates):
             ahead.begun.add(index)
             unit.weights.catch_up()
             self._begin(unit, ahead.stepper, handed_over([each for each in self._of(unit.buckets) if each.due]))
+
+    def before_forward(self, index: int) -> None:
+        if isinstance(self._state, _Ahead | _Torn) and index in self._state.begun:
+            self.require_step_taken(f"A forward of {self.units[index].title}", reads="weights")
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._require_whole("optimizer.step()")
@@ -141,7 +146,7 @@ class BackgroundUpdates(OffDeviceUpdates):
                 all have been stepped though nobody asked for it.
         """
         if abandoned and isinstance(self._state, _Ahead):
-            self._state = _Torn({"weights", "states"})
+            self._state = _Torn(self._state.begun, {"weights", "states"})
         elif not isinstance(self._state, _Torn):
             self._state = None
 
@@ -151,7 +156,8 @@ class BackgroundUpdates(OffDeviceUpdates):
         if isinstance(self._state, _Ahead):
             raise Misuse(
                 f"{what} came between backward and optimizer.step(), but with offload step 'backward' units have been "
-                "updated already, and others have not. Do it after optimizer.step(), or use "
+                "updated already, and others have not. Do it after optimizer.step(), run earlier micro-batches inside "
+                "'with tz.accumulate(model):', or use "
                 "tz.Offload(step='overlapped'), which updates nothing before."
             )
 

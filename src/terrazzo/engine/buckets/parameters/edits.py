@@ -69,6 +69,7 @@ class Edits:
     Attributes:
         data_taken: names of the parameters whose `.data` somebody has read, where it leaves none: memory that has been
             looked at once may be written to at any time.
+        taken_over: names of the parameters, where they stay, whose written values masters have; until it is cleared.
     """
 
     def __init__(self, members: Sequence[Member], places: Iterable[Tensor], flat: Tensor, traced: bool) -> None:
@@ -78,7 +79,7 @@ class Edits:
             for index, (member, place) in enumerate(zip(members, places, strict=True))
         ]
         self._trainable = members[0].trainable
-        self._traced, self.data_taken = traced, set[str]()
+        self._traced, self.data_taken, self.taken_over = traced, set[str](), set[str]()
         self._views = [member.parameter for member in members]
         self._ahead = 0  # by how much their versions are, while they are put away
         self._versions = self._current()

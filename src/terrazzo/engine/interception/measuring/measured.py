@@ -59,6 +59,7 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
     member, slot = bucket.members[index], bucket.slots[index]
     if not can_be_measured(func) or not args or args[0] is not member.parameter:
         return None
+    engine.requires.step_taken(f"A measure of {member.name!r}", reads="weights")
     engine.catch_up()
     part = bucket.as_seen(bucket.weight.copied(slot.range, engine.axes.device)).to(member.parameter.dtype)
     over = (*bucket.spec.weight_axes, *engine.axes.cut_along(member.family))

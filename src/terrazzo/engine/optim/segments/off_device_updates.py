@@ -54,6 +54,13 @@ class OffDeviceUpdates:
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
         """The gradients of a unit are finished."""
 
+    def before_forward(self, index: int) -> None:
+        """A forward of a unit begins.
+
+        Raises:
+            Misuse: where the unit has been updated for a step that is still to come, or was given up.
+        """
+
     def before_step(self, optimizer: Optimizer) -> None:
         """`optimizer.step()` comes: refuse what cannot be, and wait for updates of an earlier step."""
 
