@@ -20,10 +20,10 @@ B, T, WIDTH, HEAD = 2, 6, 16, 4
 class Between(nn.Module):
     """`between` computes with the outputs of `up`, and `down` with what it returns."""
 
-    def __init__(self, between, width: int = WIDTH) -> None:
+    def __init__(self, between, width: int = WIDTH, channels: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.up, self.between = nn.Linear(8, WIDTH), between
+        self.up, self.between = nn.Linear(8, channels), between
         self.down = nn.Linear(width, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,20 +34,20 @@ def inputs() -> Tensor:
     return torch.randn(B, T, 8, generator=torch.Generator().manual_seed(5))
 
 
-def run(between, width: int, column, grad: bool = True):
+def run(between, width: int, column, grad: bool = True, channels: int = WIDTH, ranks: int = 2):
     """Each rank's output and gradient of its rows of `up`."""
-    base = Between(between, width)
+    base = Between(between, width, channels)
 
     def body(rank: int):
         plan = {"up": column, "down": "rowwise"}
-        model = tz.parallelize(copy.deepcopy(base), tz.mesh(tp=2, device="cpu"), tensor=plan)
+        model = tz.parallelize(copy.deepcopy(base), tz.mesh(tp=ranks, device="cpu"), tensor=plan)
         with torch.set_grad_enabled(grad):
             output = model(inputs())
         if grad:
             output.square().sum().backward()
         return output.detach(), model.up.weight.grad
 
-    return base, run_in_threads(2, body)
+    return base, run_in_threads(ranks, body)
 
 
 def heads(x: Tensor) -> Tensor:
@@ -157,14 +157,14 @@ def test_what_keeps_channels_apart_is_as_in_one_process(name: str) -> None:
     check(RIGHT[name], WIDTH, "colwise")
 
 
-def check(between, width: int, column) -> None:
-    base, found = run(between, width, column)
+def check(between, width: int, column, channels: int = WIDTH, ranks: int = 2) -> None:
+    base, found = run(between, width, column, True, channels, ranks)
     wanted = base(inputs())
     wanted.square().sum().backward()
     parts = base.up.weight.grad.view(*column_parts(column), -1, 8)
     for rank, (output, gradient) in enumerate(found):
         torch.testing.assert_close(output, wanted.detach(), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(gradient, parts.chunk(2, -2)[rank].reshape(-1, 8), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradient, parts.chunk(ranks, -2)[rank].reshape(-1, 8), rtol=1e-4, atol=1e-5)
 
 
 def column_parts(column):

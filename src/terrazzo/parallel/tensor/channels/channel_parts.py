@@ -8,9 +8,12 @@ torch. What this package computes is not looked at.
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -22,7 +25,7 @@ from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import Misuse
 from terrazzo.parallel.tensor.arguments import first_activation
 from terrazzo.parallel.tensor.channels.channel_rules import rule_of
-from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, FunctionCall, Mixed
+from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, ChannelRule, FunctionCall, Mixed
 from terrazzo.parallel.tensor.channels.elementwise import OperatorWatch
 from terrazzo.parallel.tensor.first_forwards import FunctionWatch, has_compiled
 
@@ -81,7 +84,7 @@ class _Channels(FunctionWatch):
         def note(output: Any) -> None:
             for each in tree_leaves(output):
                 if isinstance(each, Tensor) and each.dim() and each.shape[-1] == sum(sizes):
-                    self._cuts[each] = ChannelCut(name, each.dim() - 1, sizes, heads, self._ranks)
+                    self._cuts[each] = (ChannelCut(name, each.dim() - 1, sizes, heads, self._ranks),)
 
         self._run_apart(module)
         self.after(module, note)
@@ -104,8 +107,9 @@ class _Channels(FunctionWatch):
             return
         if (mixed := self._mixed.get(values)) is not None:
             raise mixed
-        cut: ChannelCut | None = self._cuts.get(values)
-        if cut is not None and (cut.dim != values.dim() - 1 or len(cut.sizes) > 1):
+        cuts: tuple[ChannelCut, ...] = self._cuts.get(values, ())
+        if cuts and not any(cut.dim == values.dim() - 1 and len(cut.sizes) == 1 for cut in cuts):
+            cut = cuts[0]
             raise Misuse(
                 f"{name!r}, of style 'rowwise', is given what {cut.name!r} has computed with channels in another "
                 "order: it would multiply its part of the inputs with channels of other ranks. Give it one channel of "
@@ -121,7 +125,7 @@ class _Channels(FunctionWatch):
             return func(*args, **kwargs)
         if cut and mixed is not None:
             raise mixed
-        call = FunctionCall(_name_of(func), args, kwargs, self._cuts.get)
+        call = FunctionCall(_name_of(func), args, kwargs, lambda each: next(iter(self._cuts.get(each, ())), None))
         if call.name == "iter":
             return iter(self.called(Tensor.unbind, args, kwargs))
         if mixed is None:
@@ -140,11 +144,37 @@ class _Channels(FunctionWatch):
             rule = operators.rule
         call = replace(call, result=result)
         try:
-            for each, cut in rule(call):
-                self._cuts[each] = cut
+            for each, cuts in self._results(rule, call).items():
+                self._cuts[each] = tuple(cuts)
         except Mixed as error:
             self._note_mixed(call, _misuse(call.name, error))
         return result
+
+    def _results(self, rule: ChannelRule, call: FunctionCall) -> Mapping[Tensor, Mapping[ChannelCut, None]]:
+        """What each result may have in parts.
+
+        Raises:
+            Mixed: the call mixes channels in one of the dims that they may be in. Of tensors that may have them in
+                other dims than each other, one choice of these that fits is taken for what the model means.
+        """
+        choices = dict.fromkeys(cuts for each in call.tensors if (cuts := self._cuts.get(each)) is not None)
+        found: Any = WeakIdKeyDictionary()
+        errors: list[Mixed] = []
+        for chosen in itertools.product(*choices):
+            taken: Any = dict(zip(choices, chosen, strict=True))
+            try:
+                of_these = rule(replace(call, cut_of=partial(self._cut_in, taken)))
+            except Mixed as error:
+                errors.append(error)
+                continue
+            for each, cut in of_these:
+                found.setdefault(each, {})[cut] = None
+        if errors and (len(choices) == 1 or len(errors) == math.prod(map(len, choices))):
+            raise errors[0]
+        return found  # type: ignore[no-any-return]
+
+    def _cut_in(self, taken: Mapping[tuple[ChannelCut, ...], ChannelCut], tensor: Tensor) -> ChannelCut | None:
+        return taken.get(self._cuts.get(tensor, ()))
 
     def _note_mixed(self, call: FunctionCall, refused: Misuse) -> None:
         """What is detached may only be read, as for a log: it is refused where the model goes on to compute with it."""

@@ -27,12 +27,12 @@ def rule_of(call: FunctionCall) -> ChannelRule | None:
 
 
 _ALL = None
+_WRITE = ("index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce")
 _REDUCE_OR_PLACE = (
     "sum", "nansum", "mean", "nanmean", "prod", "amax", "amin", "max", "min", "aminmax", "any", "all", "std",
     "var", "std_mean", "var_mean", "median", "nanmedian", "argmax", "argmin", "count_nonzero", "logsumexp",
     "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "softmax", "log_softmax", "softmin", "flip",
-    "gather", "index_select", "index_add", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce",
-    "fftshift", "ifftshift",
+    "gather", "index_select", "index_fill", "fftshift", "ifftshift", *_WRITE,
 )  # fmt: skip
 _ALONG: dict[str, tuple[int, int | tuple[int, int] | None]] = {
     **dict.fromkeys(_REDUCE_OR_PLACE, (1, _ALL)),
@@ -87,8 +87,11 @@ def _dims_along(call: FunctionCall) -> list[int] | None:
 def _along(call: FunctionCall) -> ChannelCuts:
     """Results of a function along dims that ranks have whole, which may have left these out."""
     cut, along = call.cut, _dims_along(call) or []
-    for other in filter(None, map(call.cut_of, call.tensors)):
-        if cut is None or other.dim != cut.dim:
+    known = [(each, other) for each in call.tensors if (other := call.cut_of(each)) is not None]
+    if cut is None and known and call.name in _WRITE and call.first.shape[known[0][1].dim] == known[0][1].numel:
+        cut = known[0][1]  # all of them into a tensor that had none, such as a cache
+    for each, other in known:
+        if cut is None or each.dim() != call.first.dim() or (other.dim, other.sizes) != (cut.dim, cut.sizes):
             raise Mixed(other, "puts channels together with another dim")
     if cut is None:
         return []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["ChannelCut", "ChannelCuts", "ChannelRule", "FunctionCall", "Mixed", "leaves", "merged"]
+__all__ = ["TAKES", "ChannelCut", "ChannelCuts", "ChannelRule", "FunctionCall", "Mixed", "leaves", "merged"]
+
+TAKES = "takes channels by their places, and each rank has other ones there"
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,14 @@ class ChannelCut:
         return sum(self.sizes)
 
     def between(self, start: int, stop: int) -> ChannelCut:
-        """That of the elements from `start` to `stop` of the dim, which must be whole runs."""
-        ends = [0]
-        for size in self.sizes:
-            ends.append(ends[-1] + size)
-        if start not in ends or stop not in ends:
-            raise Mixed(self, "takes channels by their places, and each rank has other ones there")
+        """That of the elements from `start` to `stop` of the dim, as a forward names them.
+
+        They must be some of the runs, and not all: a number of channels of the whole, which is more than there are
+        here, would take all of this rank's, or none.
+        """
+        ends = [0, *itertools.accumulate(self.sizes)]
+        if not 0 <= start < stop <= self.numel or (start, stop) == (0, self.numel) or not {start, stop} <= {*ends}:
+            raise Mixed(self, TAKES)
         first, last = ends.index(start), ends.index(stop)
         return replace(self, sizes=self.sizes[first:last], heads=self.heads[first:last])
 

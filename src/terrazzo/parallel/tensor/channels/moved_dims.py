@@ -8,14 +8,22 @@ from typing import Any
 
 from torch import Tensor
 
-from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, ChannelCuts, ChannelRule, FunctionCall, Mixed, merged
-from terrazzo.parallel.tensor.channels.places import PLACES, TAKES
-from terrazzo.parallel.tensor.channels.split_views import through_view
+from terrazzo.parallel.tensor.channels.cut_dim import (
+    TAKES,
+    ChannelCut,
+    ChannelCuts,
+    ChannelRule,
+    FunctionCall,
+    Mixed,
+    merged,
+)
+from terrazzo.parallel.tensor.channels.places import PLACES
+from terrazzo.parallel.tensor.channels.split_views import flattened, through_view, unflattened
 
 __all__ = ["MOVES"]
 
-Move = Callable[[FunctionCall, ChannelCut, Tensor], ChannelCut | None]
-"""Where channels of the first argument are in a result; None: nobody knows."""
+Move = Callable[[FunctionCall, ChannelCut, Tensor], ChannelCut | list[ChannelCut]]
+"""Where channels of the first argument are in a result; where that is not known, all places where they may be."""
 
 
 def _of_first(move: Move) -> ChannelRule:
@@ -24,7 +32,11 @@ def _of_first(move: Move) -> ChannelRule:
     def rule(call: FunctionCall) -> ChannelCuts:
         if (cut := call.cut) is None:
             return []
-        return [(each, behind) for each in call.results if (behind := move(call, cut, each)) is not None]
+        found = []
+        for each in call.results:
+            behind = move(call, cut, each)
+            found += [(each, one) for one in (behind if isinstance(behind, list) else [behind])]
+        return found
 
     return rule
 
@@ -57,18 +69,32 @@ def _movedim(call: FunctionCall, count: int) -> list[int]:
     return [at[dim] if dim in at else next(rest) for dim in range(count)]
 
 
-def _viewed(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut | None:
-    shape, old = list(result.shape), list(call.first.shape)
+def _viewed(call: FunctionCall, cut: ChannelCut, result: Tensor) -> list[ChannelCut]:
+    shape = list(result.shape)
     given: Any = call.numbers(1, "size", "shape")
-    if call.name == "unflatten":
-        (dim,) = call.dims(call.argument(1, "dim"))
-        given = [*old[:dim], *call.argument(2, "sizes"), *old[dim + 1 :]]
-    elif call.name == "flatten" or isinstance(given, Tensor):
+    if isinstance(given, Tensor):
         given = shape
     elif not isinstance(given, list | tuple | int):  # a view in another dtype
-        return cut
-    given = [given] if isinstance(given, int) else list(given)
-    return through_view(cut, old, shape, given.index(-1) if -1 in given else None)
+        return [cut]
+    return through_view(cut, call.first.shape, shape, _inferred(given))
+
+
+def _flattened(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
+    names = ("start_dim", "end_dim")
+    (start,), (last,) = (call.dims(call.argument(n + 1, names[n], default=-n)) for n in (0, 1))
+    return flattened(cut, call.first.shape, start, last + 1)
+
+
+def _unflattened(call: FunctionCall, cut: ChannelCut, result: Tensor) -> list[ChannelCut]:
+    (dim,), given = call.dims(call.argument(1, "dim")), call.argument(2, "sizes")
+    sizes = result.shape[dim : dim + 1 + result.dim() - call.first.dim()]
+    return unflattened(cut, call.first.shape[dim], dim, sizes, _inferred(given))
+
+
+def _inferred(given: Any) -> int | None:
+    """The place of -1 among sizes."""
+    sizes = [given] if isinstance(given, int) else list(given)
+    return sizes.index(-1) if -1 in sizes else None
 
 
 def _unsqueezed(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
@@ -168,6 +194,8 @@ def _taken(call: FunctionCall) -> ChannelCuts:
         return [(each, replace(cut, dim=cut.dim - (drops and dim < cut.dim))) for each in call.results]
     if drops:
         raise Mixed(cut, TAKES)
+    if call.name == "chunk" and call.argument(1, "chunks") == 1:
+        return [(each, cut) for each in call.results]
     start, found = int(call.argument(2, "start")) if call.name == "narrow" else 0, []
     for each in call.results:
         found.append((each, cut.between(start, start + each.shape[dim])))
@@ -185,7 +213,9 @@ MOVES: dict[str, ChannelRule] = {
             ("mT", "mH", "adjoint"): _moved(lambda call, count: [*range(count - 2), count - 1, count - 2]),
             ("permute",): _moved(lambda call, count: call.numbers(1, "dims")),
             ("movedim", "moveaxis"): _moved(_movedim),
-            ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"): _viewed,
+            ("view", "reshape", "view_as", "reshape_as", "unsafe_view"): _viewed,
+            ("flatten",): _flattened,
+            ("unflatten",): _unflattened,
             ("unsqueeze",): _unsqueezed,
             ("squeeze",): _squeezed,
             ("expand", "expand_as", "broadcast_to"): _expanded,

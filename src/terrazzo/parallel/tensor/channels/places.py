@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, ChannelCuts, ChannelRule, FunctionCall, Mixed, merged
+from terrazzo.parallel.tensor.channels.cut_dim import (
+    TAKES,
+    ChannelCut,
+    ChannelCuts,
+    ChannelRule,
+    FunctionCall,
+    Mixed,
+    merged,
+)
 
-__all__ = ["PLACES", "TAKES"]
-
-TAKES = "takes channels by their places, and each rank has other ones there"
+__all__ = ["PLACES"]
 
 
 def _read(call: FunctionCall) -> ChannelCuts:
@@ -48,10 +55,15 @@ def _behind(index: Any, tensor: Tensor, result: Tensor, cut: ChannelCut) -> Chan
     taken, dim = _taken(index, tensor.dim(), result.dim(), cut.dim)
     if not isinstance(taken, slice):
         raise Mixed(cut, TAKES)
-    start, stop, step = taken.indices(cut.numel)
+    start, step = int(taken.start or 0), int(taken.step or 1)
+    ends_there = taken.stop is None or taken.stop == sys.maxsize
+    stop = cut.numel if ends_there else int(taken.stop)
+    if step == 1 and start == 0 and ends_there:
+        return replace(cut, dim=dim)
     if step == 1:
+        start, stop = (each + cut.numel * (each < 0) for each in (start, stop))
         return replace(cut.between(start, stop), dim=dim)
-    if len(cut.sizes) == 1 and cut.numel % step == 0 and start < step and stop > cut.numel - step + start:
+    if len(cut.sizes) == 1 and cut.numel % step == 0 and 0 <= start < step and ends_there:
         return replace(cut, dim=dim, sizes=(cut.numel // step,), heads=(None,))  # every second one, say: of neighbours
     raise Mixed(cut, TAKES)
 

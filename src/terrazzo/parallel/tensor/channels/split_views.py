@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, Mixed
 
-__all__ = ["through_view"]
+__all__ = ["flattened", "through_view", "unflattened"]
 
 _HEADS = (
     "makes heads of channels, and does not say how many each rank has: view them as [..., -1, channels of a head], or "
@@ -16,8 +16,8 @@ _HEADS = (
 )
 
 
-def through_view(cut: ChannelCut, old: Sequence[int], new: Sequence[int], inferred: int | None) -> ChannelCut | None:
-    """The dim behind a view from one shape to another; None where either of two may be it.
+def through_view(cut: ChannelCut, old: Sequence[int], new: Sequence[int], inferred: int | None) -> list[ChannelCut]:
+    """The dim behind a view from one shape to another; where it is not known which of some it is, each of these.
 
     Args:
         inferred: the dim of the new shape whose size was given as -1.
@@ -26,17 +26,20 @@ def through_view(cut: ChannelCut, old: Sequence[int], new: Sequence[int], inferr
         Mixed: on the whole tensor, the view would not have the ranks' parts side by side.
     """
     if 0 in old:
-        return None
+        return []
     before, after = _group(old, new, cut.dim)
     same_behind = len(old) - before.start == len(new) - after.start
     is_kept = len(before) == len(after) == 1 and (same_behind or len(new) >= len(old))
-    if old[cut.dim] == 1 and inferred not in after and not is_kept:
-        return None  # of one head here: with which of its neighbours all heads are made one dim is not known
+    if old[cut.dim] == 1 and not is_kept:
+        return _of_one_head(cut, math.prod(old[cut.dim + 1 :]), new, inferred)
     outer = math.prod(old[before.start : cut.dim])
     inner = math.prod(old[cut.dim + 1 : before.stop])
     sizes, heads = tuple(size * inner for size in cut.sizes) * outer, cut.heads * outer
     if len(after) == 1:
-        return replace(cut, dim=after.start, sizes=sizes, heads=heads)
+        found = [replace(cut, dim=after.start, sizes=sizes, heads=heads)]
+        if len(sizes) > 1 == max(sizes) and not same_behind and 1 in new[after.stop : after.stop + 1]:
+            found.append(replace(cut, dim=after.stop, sizes=(1,), heads=heads[:1]))  # of one head of each sequence
+        return [each for each in found if each.dim == inferred] or found
     if len(set(sizes)) > 1:
         raise Mixed(cut, "views parts of several matrices, of other sizes, as one")
     left, dim = len(sizes), after.start
@@ -45,15 +48,42 @@ def through_view(cut: ChannelCut, old: Sequence[int], new: Sequence[int], inferr
         dim += 1
     if left > 1 and new[dim] % left:
         raise Mixed(cut, "puts channels of several positions together")
-    if cut.in_heads and left == new[dim] == 1:
-        return None  # of one group of heads here: which of the two dims is longer on the whole tensor is not known
+    if cut.in_heads and left == new[dim] == 1 and dim != inferred:  # of one group of heads here: which dim is longer?
+        either = range(dim, min(dim + 2, after.stop))
+        return [replace(cut, dim=each, sizes=(new[each],), heads=(None,)) for each in either]
     if inferred is not None and inferred in after and math.prod(new[dim:inferred]) == left == 1:
         dim = inferred
     within = math.prod(new[dim + 1 : after.stop])
     own = (new[dim] // left,) * left
-    if left == 1 and within > 1 and not (dim == inferred or new[dim] == sizes[0]):
-        _check_heads(cut, new[dim], heads[0], inferred is not None and inferred in after)
-    return replace(cut, dim=dim, sizes=own, heads=(None,) * left, in_heads=cut.in_heads or within > 1)
+    if within > 1 and not (dim == inferred or own[0] == sizes[0]):
+        _check_heads(cut, own[0], heads[0], inferred is not None and inferred in after)
+    return [replace(cut, dim=dim, sizes=own, heads=(None,) * left, in_heads=cut.in_heads or within > 1)]
+
+
+def flattened(cut: ChannelCut, old: Sequence[int], start: int, stop: int) -> ChannelCut:
+    """The dim where those from `start` to before `stop` have been made one."""
+    if not start <= cut.dim < stop:
+        return replace(cut, dim=cut.dim - (stop - start - 1) * (cut.dim >= stop))
+    outer, inner = math.prod(old[start : cut.dim]), math.prod(old[cut.dim + 1 : stop])
+    return replace(cut, dim=start, sizes=tuple(size * inner for size in cut.sizes) * outer, heads=cut.heads * outer)
+
+
+def unflattened(cut: ChannelCut, old: int, dim: int, sizes: Sequence[int], inferred: int | None) -> list[ChannelCut]:
+    """The dim where one of `old` elements has been made several, of `sizes`."""
+    if dim != cut.dim:
+        return [replace(cut, dim=cut.dim + (len(sizes) - 1) * (dim < cut.dim))]
+    return [replace(each, dim=each.dim + dim) for each in through_view(replace(cut, dim=0), [old], sizes, inferred)]
+
+
+def _of_one_head(cut: ChannelCut, inner: int, new: Sequence[int], inferred: int | None) -> list[ChannelCut]:
+    """The new dims that all heads may have been made one with, where this rank has one, of `inner` elements."""
+    found, behind = [], math.prod(new)
+    for dim, size in enumerate(new):
+        behind //= size
+        if inner % behind == 0 and (size * behind) % inner == 0:
+            outer = size * behind // inner
+            found.append(replace(cut, dim=dim, sizes=(inner // behind,) * outer, heads=cut.heads * outer))
+    return [each for each in found if each.dim == inferred] or found
 
 
 def _check_heads(cut: ChannelCut, leading: int, heads: int | None, other_inferred: bool) -> None:
