@@ -56,6 +56,15 @@ def test_every_argument_of_torch_is_known() -> None:
     assert fields == {key for key in KEYS if key.startswith("mixed_precision.")}
 
 
+def test_switches_are_by_default_what_torch_has_them() -> None:
+    """Else `config diff` calls what somebody has written the usual."""
+    parameters = inspect.signature(FullyShardedDataParallel.__init__).parameters.values()
+    theirs = {each.name: each.default for each in parameters if isinstance(each.default, bool)}
+    assert {name: KEYS[name].default for name in theirs} == theirs and "use_orig_params" in theirs
+    (extra,) = described("fsdp1", {"use_orig_params": True}).extras
+    assert not extra.usual
+
+
 def test_every_key_of_the_inventory_has_a_verdict() -> None:
     for key in inventory("fsdp1"):
         name = key.replace("MixedPrecision", "mixed_precision")

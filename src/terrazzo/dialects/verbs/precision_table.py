@@ -21,6 +21,8 @@ __all__ = ["COLUMNS", "Cost", "Precisions", "costs", "precisions"]
 
 COLUMNS = ("storage", *PARAMETER_DTYPES[1:])
 _PATHS = dict(zip(COLUMNS, PARAMETER_DTYPES, strict=True))
+_WHERE = ("sharding", "offload")
+_NAMES = {"dp_shard": "S", "dp_replicate": "R"}
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -131,9 +133,6 @@ def _shared(description: Description, sizes: dict[str, float]) -> bool:
     return alike and sizes["weight"] == sizes["master"]
 
 
-_WHERE = ("sharding", "offload")
-
-
 def _keeps_remainder(description: Description) -> bool:
     """Whether of fp32 masters only the 16 bits are kept that bf16 weights leave out."""
     return bool(description.value("precision.rounding") == "remainder")
@@ -168,6 +167,3 @@ def _shards(description: Description, state: str, ranks: int) -> int | None:
             return None
         count *= degree
     return count if axes is not None else None
-
-
-_NAMES = {"dp_shard": "S", "dp_replicate": "R"}

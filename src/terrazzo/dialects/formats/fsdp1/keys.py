@@ -43,7 +43,7 @@ KEYS: dict[str, Key] = {
     "sync_module_states": Key(BOOLEAN, False, "rank 0's weights are sent to all"),
     "forward_prefetch": Key(BOOLEAN, False, "forward gathers one unit ahead"),
     "limit_all_gathers": Key(BOOLEAN, True, "the host waits when too many gathers are under way", "harmless", _ORDERED),
-    "use_orig_params": Key(BOOLEAN, True, "parameters keep their names and shapes", "harmless", _NEEDLESS),
+    "use_orig_params": Key(BOOLEAN, False, "parameters keep their names and shapes", "harmless", _NEEDLESS),
     "device_mesh": Key(ANY, None, "sizes of the replica and shard axes"),
     "device_mesh.<axis>": Key(integer(1), None, "size of one axis, replicas first"),
 }

@@ -60,14 +60,14 @@ class TrainerReader(Reader):
 
     def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
         outer = {key: value for key, value in document.items() if key != "deepspeed"}
-        opened = {**outer, **_opened(outer, context)}
+        named = document.get("fsdp_config")
+        inner, fault = load_named(named, context) if isinstance(named, str) else ({}, "")
+        opened = {**outer, "fsdp_config": inner} if inner and not fault else outer
         super().__init__(opened, "TrainingArguments", _OPAQUE, KEYS, canonical_key, older=True)
         self.context, self._original = context, document
         self.nested: Nested | None = None
-        if self._names_file:
-            _, fault = load_named(document["fsdp_config"], context)
-            if fault:
-                self.refuse("fsdp_config", fault)
+        if fault:
+            self.refuse("fsdp_config", fault)
         if "deepspeed" in document:
             self._read_deepspeed(document)
 
@@ -167,11 +167,3 @@ def _under(name: str, within: Collection[str], setting: Setting[Any]) -> Setting
     """A setting of a file's keys under the key that names the file."""
     keys = dict.fromkeys(name if key in within else key for key in setting.keys)
     return replace(setting, key=", ".join(keys))
-
-
-def _opened(outer: Mapping[str, Any], context: ReadingContext) -> dict[str, Any]:
-    """`fsdp_config` as a section where it names a file."""
-    if not isinstance(outer.get("fsdp_config"), str):
-        return {}
-    inner, fault = load_named(outer["fsdp_config"], context)
-    return {"fsdp_config": inner} if inner and not fault else {}
