@@ -94,7 +94,7 @@ def assert_each_agrees_or_says(before: Description, writing: Writing, after: Des
     """What a writer calls kept is kept: the document, read back as `after`, says it too, or the writer says why not."""
     for verdict in writing.verdicts:
         path = verdict.key
-        if verdict.kind not in KEPT or verdict.why:
+        if verdict.kind not in KEPT or verdict.holds:
             assert verdict.why, (path, verdict)
             continue
         assert agree_on(path, before, after), (path, before.value(path), after.value(path), verdict)

@@ -275,6 +275,31 @@ def test_what_the_target_no_longer_says_is_a_loss_unless_the_writer_says_why_not
     assert (told.kind, told.why) == ("applied", "the rate decays so")
 
 
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_remark_hides_no_loss(holds: bool) -> None:
+    """What a writer says beside a key is no reason to believe it, unless it says how the setting holds all the same."""
+
+    def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
+        draft = Draft(description, "Careless", "careless")
+        draft.put("optimizer.lr", "lr", description.value("optimizer.lr") / 2, "it is the peak", holds=holds)
+        return draft.finish()
+
+    (verdict,) = converted({"optimizer": {"lr": 0.1}}, OURS, replace(CARELESS, write=write)).verdicts
+    assert verdict.kind == ("renamed" if holds else "lossy")
+    assert ("Careless has 0.05 for optimizer.lr, not 0.1; it is the peak" in verdict.why) is not holds
+
+
+def test_what_follows_from_others_is_no_exception() -> None:
+    """A model that returns what it computes in does so elsewhere, too; where it is another dtype that is a loss."""
+
+    def lost(precision: str) -> list[KeyVerdict]:
+        conversion = converted({"plan": "zero0", "precision": precision}, OURS, dialect("lightning"), ReadingContext(8))
+        return [each for each in conversion.verdicts if "nothing of precision.output" in each.why]
+
+    assert not lost("bf16") and not lost("fp32")
+    assert "precision.output = fp32" in lost("fp16")[0].why
+
+
 def test_what_the_target_refuses_to_read_back_is_refused() -> None:
     document = {"optimizer": {"name": "AdEMAMix"}, "train": {"clip": 0.5}}
     conversion = converted(document, OURS, dialect("deepspeed"))

@@ -55,11 +55,22 @@ class Draft:
     # -- what becomes of a setting ---------------------------------------------------------------------------------
 
     def put(
-        self, paths: str | Iterable[str], key: str, value: Any, why: str = "", kind: VerdictKind = "applied"
+        self,
+        paths: str | Iterable[str],
+        key: str,
+        value: Any,
+        why: str = "",
+        kind: VerdictKind = "applied",
+        *,
+        holds: bool = False,
     ) -> None:
-        """Write a key, which says one or more settings. Unset ones get no verdict."""
+        """Write a key, which says one or more settings. Unset ones get no verdict.
+
+        Args:
+            why: a remark; with `holds` how the settings hold although the key, read back, says another value.
+        """
         self.write(key, value)
-        self._mark(paths, kind, key, why)
+        self._mark(paths, kind, key, why, holds=holds and bool(why))
 
     def copy(self, path: str, key: str) -> None:
         """Write a setting's value as it is, if it is set and not None."""
@@ -79,13 +90,14 @@ class Draft:
             value = words[value] if words is not None else value
             self.put(path, key, list(value) if isinstance(value, tuple) else value)
 
-    def implied(self, paths: str | Iterable[str], why: str = "", key: str = "") -> None:
+    def implied(self, paths: str | Iterable[str], why: str = "", key: str = "", *, holds: bool = True) -> None:
         """The target does so without a key, or by `key`, already written.
 
         Args:
             why: how, where the document read back does not say the setting's value: without it that is a loss.
+            holds: `why` is that; else it is a remark.
         """
-        self._mark(paths, "applied", key, why)
+        self._mark(paths, "applied", key, why, holds=holds and bool(why))
 
     def does(self, path: str, value: Any) -> None:
         """The target has no key for it, and does it in a way of its own, which may be what is asked for."""
@@ -122,12 +134,12 @@ class Draft:
         """Whether a setting has its verdict."""
         return path in self._verdicts
 
-    def _mark(self, paths: str | Iterable[str], kind: VerdictKind, key: str, why: str) -> None:
+    def _mark(self, paths: str | Iterable[str], kind: VerdictKind, key: str, why: str, *, holds: bool = False) -> None:
         """The gravest verdict on a setting stands, in whatever order they come; of equal ones the last."""
         for path in [paths] if isinstance(paths, str) else paths:
             setting, before = self.description[path], self._verdicts.get(path)
             if setting.is_set and (before is None or worst([before.kind, kind]) == kind):
-                self._verdicts[path] = KeyVerdict(path, setting.value, kind, key, why)
+                self._verdicts[path] = KeyVerdict(path, setting.value, kind, key, why, holds=holds)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -139,7 +151,10 @@ class Draft:
             follows = setting.origin == "derived" or has_no_effect(self.description, path)
             axis = self._verdicts.get(f"mesh.{OF_AXIS.get(path)}")
             if axis is not None and axis.kind in ("lossy", "refused") and not axis.target:
-                self._mark(path, "lossy" if setting.keys else "applied", "", f"without {axis.key} it says nothing")
+                why = f"without {axis.key} it says nothing"
+                self._mark(path, "lossy" if setting.keys else "applied", "", why, holds=not setting.keys)
+            elif path == "precision.output" and setting.value == self.value("precision.compute"):
+                self.implied(path, "the model returns what it computes in")
             elif asks_for_nothing(path, setting.value) or follows:
                 self.implied(path)
             else:

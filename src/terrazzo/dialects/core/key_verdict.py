@@ -32,6 +32,8 @@ class KeyVerdict:
         target: what it became: a path of the description when reading, the target's key when writing.
         why: what is lost, or what to do instead; empty where nothing needs saying.
         tuning: of `defaulted`: the key only tunes, logs or evaluates. It is left out, and no result changes.
+        holds: of a writer's: the setting holds by what `why` says, whatever the document read back says of it. Any
+            other `why` is a remark, and what was written is held against the source all the same.
     """
 
     key: str
@@ -40,6 +42,7 @@ class KeyVerdict:
     target: str = ""
     why: str = ""
     tuning: bool = False
+    holds: bool = False
 
 
 def worst(kinds: Iterable[VerdictKind]) -> VerdictKind:

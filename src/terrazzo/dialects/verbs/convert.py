@@ -2,8 +2,8 @@
 
 In its own dialect a document is what it was, but for the keys that are refused. In another, the target's document is
 read back. A setting whose key is refused there is refused, and so are those whose keys the target refuses together.
-Whatever then means something else than the source, and has not been named by the writer, becomes lossy: no loss goes
-unnamed, not even one by a writer's mistake.
+Whatever then means something else than the source, and the writer has not named it, nor said how it holds all the same,
+becomes lossy: no loss goes unnamed, not even one by a writer's mistake.
 """
 
 from __future__ import annotations
@@ -117,13 +117,13 @@ class _Fates:
     def _read_back(self, verdict: KeyVerdict) -> KeyVerdict:
         """The writer's verdict; refused where the target refuses the key that was written.
 
-        It is lossy where the document read back says otherwise, or nothing, and the writer did not say why.
+        It is lossy where the document read back says otherwise, or nothing, and the writer did not say why it holds.
         """
         for target in keys_in(verdict.target) if verdict.kind != "refused" else ():
             for key, reason in self.unreadable.items():
                 if key == target or key.startswith(f"{target}."):
                     return KeyVerdict(verdict.key, verdict.value, "refused", "", reason)
-        if verdict.kind in ("lossy", "refused") or verdict.why:
+        if verdict.kind in ("lossy", "refused") or verdict.holds:
             return verdict
         path, now, title = verdict.key, as_text(self.after.value(verdict.key)), self.target.title
         if self._is_gone(path):
@@ -134,13 +134,12 @@ class _Fates:
             why = f"{path} is open here, and {title} takes {now}"
         else:
             why = f"{title} has {now} for {path}, not {as_text(verdict.value)}"
-        return KeyVerdict(verdict.key, verdict.value, "lossy", verdict.target, why)
+        return KeyVerdict(verdict.key, verdict.value, "lossy", verdict.target, "; ".join(_once([why, verdict.why])))
 
     def _is_gone(self, path: str) -> bool:
-        """Whether a setting that asks for something is not in the document read back, nor follows from others."""
-        was = self.before[path]
-        asks = not asks_for_nothing(path, was.value) and not has_no_effect(self.before, path)
-        return asks and was.origin != "derived" and not self.after[path].is_set
+        """Whether a setting that asks for something is not in the document read back."""
+        asks = not asks_for_nothing(path, self.before.value(path)) and not has_no_effect(self.before, path)
+        return asks and not self.after[path].is_set
 
     def _blame(self, fault: Finding) -> None:
         """Have the settings that wrote a key say why the target refuses it, beside other keys."""

@@ -92,7 +92,7 @@ def _units(draft: Draft) -> None:
     draft.implied(["units.classes", "units.min_numel"])
     if policy == "classes":
         names, why = bare_classes(draft)
-        draft.put("units.classes", f"{_F}transformer_layer_cls_to_wrap", ",".join(names), why)
+        draft.put("units.classes", f"{_F}transformer_layer_cls_to_wrap", ",".join(names), why, holds=True)
     elif policy == "min_numel" and draft.value("units.min_numel") is not None:
         draft.put("units.min_numel", f"{_F}min_num_params", draft.value("units.min_numel"))
     ignored = draft.value("units.ignored")
@@ -142,7 +142,8 @@ def _saving(draft: Draft) -> None:
     if state is None and not draft.is_set("saving.export"):
         return
     if export == "none" and state != "full":
-        draft.put(paths, key, "SHARDED_STATE_DICT", "shards resume on any number of ranks" if state == "local" else "")
+        why = "shards resume on any number of ranks" if state == "local" else ""
+        draft.put(paths, key, "SHARDED_STATE_DICT", why, holds=True)
         return
     draft.put(paths, key, "FULL_STATE_DICT")
     if state not in ("full", None):

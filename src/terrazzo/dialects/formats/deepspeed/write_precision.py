@@ -105,7 +105,7 @@ def _scale(draft: DeepSpeedDraft) -> None:
         return
     if scaling is None:
         if draft.is_set(_SCALING):
-            draft.put(_SCALING, "fp16.loss_scale", 1.0, "a fixed scale of 1 is none")
+            draft.put(_SCALING, "fp16.loss_scale", 1.0, "a fixed scale of 1 is none", holds=True)
         return
     draft.implied(_SCALING)
     values = {

@@ -66,10 +66,8 @@ def _write_flat_mesh(draft: Draft, shards: int | None) -> None:
     """All data ranks are one axis, whatever axes the source has."""
     replicas = draft.setting("mesh.dp_replicate").value if draft.is_set("mesh.dp_replicate") else 1
     if shards is not None and replicas is not None:
-        same_axes = replicas == 1
-        draft.put(
-            DATA_AXIS_PATHS, "device_mesh", [replicas * shards], "" if same_axes else "all data ranks are one axis"
-        )
+        why = "" if replicas == 1 else "all data ranks are one axis"
+        draft.put(DATA_AXIS_PATHS, "device_mesh", [replicas * shards], why, holds=True)
     else:
         draft.implied(DATA_AXIS_PATHS, "all data ranks are one axis")
 

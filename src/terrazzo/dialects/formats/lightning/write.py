@@ -185,7 +185,7 @@ def _adopt(draft: Draft, verdicts: list[KeyVerdict], section: str) -> None:
         elif verdict.kind == "lossy":
             draft.lossy(verdict.key, verdict.why, key)
         else:
-            draft.implied(verdict.key, verdict.why, key)
+            draft.implied(verdict.key, verdict.why, key, holds=verdict.holds)
 
 
 def _recomputed(draft: Draft, *, sharded: bool) -> None:
@@ -205,7 +205,7 @@ def _state(draft: Draft, *, sharded: bool) -> None:
     state = draft.value("saving.state", "full")
     if sharded and state != "full" and draft.value("saving.export", "none") == "none":
         why = "shards resume on any number of ranks" if state == "local" else ""
-        draft.put("saving.state", f"{_ARGUMENTS}.state_dict_type", "sharded", why)
+        draft.put("saving.state", f"{_ARGUMENTS}.state_dict_type", "sharded", why, holds=True)
         draft.implied("saving.export")
         return
     draft.implied(("saving.state", "saving.export"), "one file with all weights")

@@ -73,7 +73,7 @@ def _sharding(draft: Draft, context: ReadingContext) -> None:
     elif row is None and why:
         draft.refuse(SHARDING_PATHS, f"{why}: choose one of {', '.join(_ROWS)}")
     elif row == "zero0":
-        draft.implied(SHARDING_PATHS, why)
+        draft.implied(SHARDING_PATHS, why, holds=False)
     elif row == "zero1":
         draft.put(SHARDING_PATHS, "use-distributed-optimizer", True, why)
     elif row == "shard_grad_op":

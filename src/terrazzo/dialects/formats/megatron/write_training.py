@@ -136,7 +136,7 @@ def _final_decay(draft: Draft, steps: int | None) -> None:
     total = draft.value("schedule.total_steps")
     if steps or total:
         why = "" if steps else "a fifth of the run"
-        draft.put("schedule.decay_steps", "lr-wsd-decay-iters", steps or max(1, total // 5), why)
+        draft.put("schedule.decay_steps", "lr-wsd-decay-iters", steps or max(1, total // 5), why, holds=True)
 
 
 def _lowest(draft: Draft, name: str | None) -> None:

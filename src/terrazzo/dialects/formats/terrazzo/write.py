@@ -279,7 +279,7 @@ def _warmup(draft: TerrazzoDraft) -> None:
         draft.carry("schedule.warmup_steps")
     share = draft.value("schedule.warmup_fraction")
     if share and total:
-        draft.put("schedule.warmup_fraction", "schedule.warmup_steps", round(share * total), "in steps")
+        draft.put("schedule.warmup_fraction", "schedule.warmup_steps", round(share * total), "in steps", holds=True)
     elif share:
         draft.lossy("schedule.warmup_fraction", "the length of the run is not known: set schedule.warmup_steps")
 

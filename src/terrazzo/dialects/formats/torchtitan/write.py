@@ -81,8 +81,6 @@ def _dtypes(draft: Draft) -> None:
             "precision.reduce", "torchtitan reduces gradients in float32 only: more exact, twice the traffic of bf16"
         )
     _states(draft, "fp32" if master == LOADED else master)
-    if draft.value("precision.output") == draft.value("precision.compute"):
-        draft.implied("precision.output", "it is what the model computes in")
     if draft.value("saving.when") == "never":
         draft.implied("precision.saved", "nothing is written")
         return
@@ -162,7 +160,7 @@ def _local_batch(draft: Draft, context: ReadingContext, micro: int | None, count
     ranks = ranks_left(draft.description, context.world, TAKEN_AXES)
     total, paths = draft.value("batch.global_batch"), ("batch.accumulation", "batch.global_batch")
     if micro and count:
-        draft.put(paths, LOCAL_BATCH, micro * count, "what one data rank takes in a step")
+        draft.put(paths, LOCAL_BATCH, micro * count, "what one data rank takes in a step", holds=True)
     elif total and ranks and total % (ranks * (micro or 1)) == 0:
         draft.put(paths, LOCAL_BATCH, total // ranks)
     elif total and ranks:
@@ -210,7 +208,8 @@ def _schedule(draft: Draft) -> None:
     elif name == "wsd":
         steps = draft.value("schedule.decay_steps")
         share = steps / total if steps and total else 0.2
-        draft.put(("schedule.name", "schedule.decay_steps"), ratio, share, "" if steps else "a fifth of the run")
+        fifth = "" if steps else "a fifth of the run"
+        draft.put(("schedule.name", "schedule.decay_steps"), ratio, share, fifth, holds=True)
         draft.option("schedule.decay_shape", _DECAY_TYPE, {shape: shape for shape in DECAY_SHAPES})
     elif name is not None:
         draft.lossy("schedule.name", f"torchtitan has no schedule {name}: it decays linearly after the warm-up")
@@ -227,7 +226,7 @@ def _warmup(draft: Draft) -> None:
         draft.value("schedule.total_steps"),
     )
     if share and total:
-        draft.put("schedule.warmup_fraction", key, round(share * total), "in steps")
+        draft.put("schedule.warmup_fraction", key, round(share * total), "in steps", holds=True)
     elif share:
         draft.lossy("schedule.warmup_fraction", "the length of the run is not known: set lr_scheduler.warmup_steps")
     if not share:
@@ -237,7 +236,7 @@ def _warmup(draft: Draft) -> None:
 def _loop(draft: Draft) -> None:
     if draft.is_set("training.clip") and draft.value("training.clip") is None:
         why = "torchtitan always clips: a norm that no gradient reaches"
-        draft.put("training.clip", "training.max_norm", _NEVER_CLIPS, why, "renamed")
+        draft.put("training.clip", "training.max_norm", _NEVER_CLIPS, why, "renamed", holds=True)
     else:
         draft.option("training.clip", "training.max_norm")
     draft.does("training.loss_mean", "tokens")

@@ -89,7 +89,7 @@ def _optimizer(draft: Draft) -> None:
     if name in words:
         draft.put(path, "optim", words[name])
     elif name == "Adam" and not draft.value("optimizer.weight_decay"):
-        draft.put(path, "optim", words["AdamW"], "without weight decay AdamW is Adam")
+        draft.put(path, "optim", words["AdamW"], "without weight decay AdamW is Adam", holds=True)
     elif name == "Adam":
         why = "the Trainer has AdamW only: weight decay is not mixed into the gradient"
         draft.put(path, "optim", words["AdamW"], why, "lossy")

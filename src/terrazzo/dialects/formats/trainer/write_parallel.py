@@ -110,7 +110,7 @@ def _units(draft: Draft) -> None:
     if policy == "classes":
         paths = ("units.policy", "units.classes")
         names, why = bare_classes(draft)
-        draft.put(paths, f"{_SECTION}.transformer_layer_cls_to_wrap", names, why)
+        draft.put(paths, f"{_SECTION}.transformer_layer_cls_to_wrap", names, why, holds=True)
     elif policy == "min_numel":
         draft.put("units.policy", f"{_SECTION}.auto_wrap_policy", "SIZE_BASED_WRAP")
         draft.put("units.min_numel", f"{_SECTION}.min_num_params", draft.value("units.min_numel", MIN_NUMEL))
@@ -159,7 +159,7 @@ def _state(draft: Draft) -> None:
         draft.put(paths, key, whole) if any(draft.setting(path).keys for path in paths) else draft.implied(paths, whole)
         return
     why = "its checkpoint resumes on any number of ranks" if state == "local" else ""
-    draft.put(paths, f"{_SECTION}.state_dict_type", "SHARDED_STATE_DICT", why)
+    draft.put(paths, f"{_SECTION}.state_dict_type", "SHARDED_STATE_DICT", why, holds=True)
 
 
 # -- precision -----------------------------------------------------------------------------------------------------
