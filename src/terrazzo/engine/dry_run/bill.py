@@ -81,7 +81,7 @@ class MemoryBill:
 def memory_bill(
     units: Sequence[UnitLayout], templates: Templates, offload: Offload, step: StepSpec, *, averages: bool = False
 ) -> MemoryBill:
-    """The bill of these units, whether or not they have been built.
+    """The bill of these units; a `UnitLayout` of each is enough.
 
     Args:
         units: in registration order.

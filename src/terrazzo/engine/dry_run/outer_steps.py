@@ -24,7 +24,7 @@ def dry_run_outer_step(units: Sequence[UnitLayout]) -> Tally:
     one begins. Nothing where there is none.
 
     Args:
-        units: all of the model; they need not be built.
+        units: all of the model; a `UnitLayout` of each is enough.
     """
     tally, trained = Tally(), _trained(units)
     if trained:

@@ -68,7 +68,7 @@ def dry_run(units: Sequence[UnitLayout], step: StepSpec, templates: Templates = 
     """Transient memory and traffic of one optimizer step on this rank.
 
     Args:
-        units: in registration order; they need not be built.
+        units: in registration order; a `UnitLayout` of each is enough.
         templates: what the optimizers keep for a parameter of each param group; none without.
     """
     tally, comm_streams = Tally(), units[0].comm_streams and CommStreams(torch.device("meta"))

@@ -21,5 +21,5 @@ A new format is a module here and a row in `format_names`:
 Layout, sizes on the wire, bills, the dry run, the planner and the checks ask the object; `tools/reference_pages` writes
 its pages anew. What weights are sent as may also differ in the way that they come, such as in two messages: that is a
 `WeightWire` of its own in plan/weight_wire, which says what it means for memory and for values, and a class in
-buckets/weights/weight_gathers, which moves it. A wire that has none is refused as a bucket is built.
+buckets/weights/weight_gathers, which moves it. A wire that has none is refused as a `Unit` is made.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.optim import Optimizer
@@ -14,6 +14,7 @@ from terrazzo.engine.offload.options import StepMode
 from terrazzo.engine.offload.updater import ElementwiseStep, Updater
 from terrazzo.engine.optim.segments.off_device_updates import Half, OffDeviceUpdates, SegmentWork
 from terrazzo.engine.optim.segments.segment import Segment, handed_over
+from terrazzo.engine.optim.segments.swapped_groups import SwappedGroups
 from terrazzo.engine.optim.stock.stepper import Stepper
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
@@ -55,8 +56,7 @@ class BackgroundUpdates(OffDeviceUpdates):
         _Torn    `forget` of a step that was given up while `_Ahead`   weights and states are `restored`
 
     Args:
-        first: number of the optimizer's first param group among those of all the model's optimizers.
-        segments: gives those that the optimizer steps now.
+        groups: of the optimizer, whose segments are updated.
     """
 
     def __init__(
@@ -65,11 +65,10 @@ class BackgroundUpdates(OffDeviceUpdates):
         schedule: Schedule,
         updater: Updater,
         mode: StepMode,
-        first: int,
-        segments: Callable[[], Iterable[Segment] | None],
+        groups: SwappedGroups,
     ) -> None:
         self.units, self.schedule, self.mode, self.steps_in_backward = units, schedule, mode, mode == "backward"
-        self._updater, self._first, self._segments = updater, first, segments
+        self._updater, self._groups, self._first = updater, groups, groups.numbers.start
         self._off_device = [unit for unit in units if any(bucket.spec.updated_off_device for bucket in unit.buckets)]
         self._state: _Ahead | _InStep | _Torn | None = None
 
@@ -189,7 +188,7 @@ class BackgroundUpdates(OffDeviceUpdates):
     def _of(self, buckets: Sequence[Bucket]) -> list[Segment]:
         """The segments of some buckets that are stepped away from the device."""
         away = [bucket for bucket in buckets if bucket.spec.updated_off_device]
-        return [segment for segment in self._segments() or () if segment.bucket in away]
+        return [segment for segment in self._groups.segments if segment.bucket in away]
 
     def _has_matrices(self, unit: Unit) -> bool:
         """Whether it waits for `optimizer.step()`: ranks exchange matrices there, in one order."""

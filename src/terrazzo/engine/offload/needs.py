@@ -118,7 +118,7 @@ def further_moment_bytes(buckets: Sequence[Bucket], templates: Templates) -> lis
 
 
 def need_of(buckets: Sequence[BucketLayout], templates: Templates, cell: int) -> Need:
-    """The `Need` of these buckets, whether or not they have been built.
+    """The `Need` of these buckets; a `BucketLayout` of each is enough.
 
     Args:
         templates: none without an optimizer.

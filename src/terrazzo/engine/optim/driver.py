@@ -9,7 +9,7 @@ optimizers of one model, each has its own parameters, and leaves those of the ot
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -73,11 +73,10 @@ class OptimizerDriver:
         optimizer: its groups hold segments inside its steps, and parameters of the model otherwise.
         model: whose weights it steps, built; steps and hyper-parameters are noted in its progress.
         templates: what an `OptimizerProbe` of each of its param groups keeps.
-        first: number of the first among those of all the model's optimizers.
-        off_device: makes updates away from the device, given what returns the segments; None where none are there.
+        groups: its param groups, which get its segments.
+        off_device: updates away from the device, of these; None where none are.
 
     Attributes:
-        groups: its param groups.
         buckets: those with parameters of its own.
         off_device: updates away from the device.
         reference: to the optimizer, weak.
@@ -89,24 +88,24 @@ class OptimizerDriver:
         optimizer: Optimizer,
         model: Driven,
         templates: Templates,
-        first: int,
-        off_device: Callable[[Callable[[], Sequence[Segment] | None]], OffDeviceUpdates] | None = None,
+        groups: SwappedGroups,
+        off_device: OffDeviceUpdates | None = None,
     ) -> None:
         self._model = weakref.ref(model)  # which owns this driver
         self.units, self.progress, self.schedule = model.units, model.progress, model.schedule
         self.sharding = model.sharding
-        self.groups = SwappedGroups(optimizer, first)
+        self.groups, first = groups, groups.numbers.start
         self._unpublished = False  # from the first change of master weights until the step's end
         self._skipping: Settings | None = None  # a step that overflowed, and what there was before it
         self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups.numbers)
         self.buckets = list(self._owned)
-        self.groups.set_segments(segments_of(self.buckets, dict(zip(self.groups.numbers, templates, strict=True))))
-        groups = dict(zip(self.groups.numbers, optimizer.param_groups, strict=True))
-        of_matrices = {number: group for number, group in groups.items() if is_matrix_group(optimizer, group)}
+        groups.set_segments(segments_of(self.buckets, dict(zip(groups.numbers, templates, strict=True))))
+        numbered = zip(groups.numbers, optimizer.param_groups, strict=True)
+        of_matrices = {number: group for number, group in numbered if is_matrix_group(optimizer, group)}
         self._on_device = DeviceUpdates(self.sharding.precision, first, MatrixSteps(self.buckets, of_matrices))
         self.off_device = OffDeviceUpdates()
         if off_device is not None:
-            self.off_device = off_device(weakly(self, lambda driver: driver.segments))
+            self.off_device = off_device
             self.schedule.on_finished(weakly(self, OptimizerDriver._reduced))
         scaling = self.sharding.precision.loss_scaling
         self.loss_scale = DynamicLossScale(scaling) if scaling else LossScale()

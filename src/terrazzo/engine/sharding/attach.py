@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TypeVar
 
 from torch import nn
@@ -15,6 +14,7 @@ from terrazzo.engine.offload.background_updates import BackgroundUpdates
 from terrazzo.engine.offload.needs import further_moment_bytes, moment_windows
 from terrazzo.engine.offload.updater import Updater
 from terrazzo.engine.optim.driver import OptimizerDriver
+from terrazzo.engine.optim.segments.swapped_groups import SwappedGroups
 from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer, check_zeros
 from terrazzo.engine.optim.stock.param_groups import assign_groups, choose_kernel
 from terrazzo.engine.optim.stock.probe import OptimizerProbe
@@ -82,9 +82,10 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
         templates: what is kept for a parameter of each of its param groups.
     """
     drop_meta_states(optimizer)
-    first = engine.drivers.next_group
-    groups = range(first, first + len(optimizer.param_groups))
-    stepped = [bucket for bucket in engine.trainable() if any(member.group in groups for member in bucket.members)]
+    groups = SwappedGroups(optimizer, engine.drivers.next_group)
+    stepped = [
+        bucket for bucket in engine.trainable() if any(member.group in groups.numbers for member in bucket.members)
+    ]
     off_device = any(bucket.spec.updated_off_device for bucket in stepped)
     if off_device or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)
@@ -103,8 +104,8 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     updates = None
     if off_device:
         updater, mode = Updater(engine.store), engine.store.settings.step
-        updates = functools.partial(BackgroundUpdates, engine.units, engine.schedule, updater, mode, first)
-    driver = OptimizerDriver(optimizer, engine, templates, first, updates)
+        updates = BackgroundUpdates(engine.units, engine.schedule, updater, mode, groups)
+    driver = OptimizerDriver(optimizer, engine, templates, groups, updates)
     if states:
         restore_optimizer(driver, FullStates(states))
     make_sharded_optimizer(optimizer, driver)

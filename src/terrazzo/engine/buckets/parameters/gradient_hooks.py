@@ -71,7 +71,7 @@ def give_unscaled(parameter: nn.Parameter, loss_scale: Callable[[], float]) -> N
     those that have been registered before too.
     """
     note = note_of(parameter)
-    assert note is not None, "a parameter of a bucket that has been built"
+    assert note is not None, "a parameter of a `Unit`"
     note.loss_scale = loss_scale
     with plainly():
         hooks: Any = parameter._backward_hooks or {}
@@ -124,7 +124,7 @@ def successor(old: nn.Parameter, value: Tensor) -> nn.Parameter:
 def register_accumulate_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
     """Register a hook that takes the gradient away: users' own, registered later, still run before it."""
     note = note_of(parameter)
-    assert note is not None, "a parameter of a bucket that has been built"
+    assert note is not None, "a parameter of a `Unit`"
     note.accumulate_hook = Tensor.register_post_accumulate_grad_hook(parameter, hook).id  # type: ignore[no-untyped-call]
 
 
@@ -139,5 +139,5 @@ def is_accumulated(parameter: Tensor) -> bool:
 def register_gradient_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
     """Register a hook that is called with a gradient, as autograd has it, before this is accumulated."""
     note = note_of(parameter)
-    assert note is not None, "a parameter of a bucket that has been built"
+    assert note is not None, "a parameter of a `Unit`"
     note.gradient_hooks.add(Tensor.register_hook(parameter, hook).id)  # type: ignore[no-untyped-call]
