@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from terrazzo.config import config_from_dict
 from terrazzo.dialects.core.agreement import agree_on
@@ -378,3 +379,43 @@ def test_what_is_logged_and_evaluated_is_left_out_with_the_key_that_says_it_here
     verdicts = converted(name, "terrazzo", document).verdicts
     (told,) = [verdict for verdict in verdicts if verdict.why == f"in Terrazzo: {ours}"]
     assert told.kind == "defaulted" and told.tuning
+
+
+OF_CLASSES = {
+    "lightning": lambda name, given: {"optimizer": {"class_path": f"torch.optim.{name}", "init_args": given}},
+    "torchtitan": lambda name, given: {
+        "optimizer": {"param_groups": [{"pattern": ".*", "optimizer_name": name, "optimizer_kwargs": given}]}
+    },
+    "deepspeed": lambda name, given: {"optimizer": {"type": name, "params": given}},
+}
+
+
+@pytest.mark.parametrize("given", [{}, {"lr": 0.5}, {"weight_decay": 0.25}])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, torch.optim.RAdam, torch.optim.NAdam, torch.optim.Rprop, torch.optim.AdamW]
+)
+@pytest.mark.parametrize("source", OF_CLASSES)
+def test_what_a_class_of_torch_is_not_given_is_what_torch_takes(
+    source: str, kind: type[torch.optim.Optimizer], given: dict[str, float]
+) -> None:
+    """Torch's own optimizer is asked; DeepSpeed has an AdamW of its own, and Rprop no weight decay."""
+    if (source, kind) == ("deepspeed", torch.optim.AdamW) or (kind is torch.optim.Rprop and "weight_decay" in given):
+        return
+    takes = {"weight_decay": 0.0, **kind([torch.nn.Parameter(torch.zeros(1))], **given).defaults}  # type: ignore[call-arg]
+    conversion = converted(source, "terrazzo", OF_CLASSES[source](kind.__name__, given), world=1)
+    for name in ("lr", "betas", "eps", "weight_decay"):
+        assert conversion.before.value(f"optimizer.{name}") == takes.get(name), name
+        known = conversion.before[f"optimizer.{name}"]
+        assert not known.is_set or known.origin == ("file" if name in given else "default")
+    after = conversion.document["optimizer"]
+    assert after.get("weight_decay", 0.1) == takes["weight_decay"]
+    assert (after.get("lr", 3e-4)) == takes["lr"]
+
+
+@pytest.mark.parametrize("target", ["torchtitan", "trainer", "megatron", "terrazzo"])
+def test_a_constant_rate_gains_no_warm_up(target: str) -> None:
+    """LightningCLI without an lr_scheduler never changes the rate; torchtitan by itself warms up over 200 steps."""
+    adamw = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}
+    document = {"trainer": {"strategy": "ddp", "devices": 1, "max_steps": 5000}, "optimizer": adamw}
+    after = converted("lightning", target, document).after
+    assert (after.value("schedule.name"), after.value("schedule.warmup_steps")) == ("constant", 0)

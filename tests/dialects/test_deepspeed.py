@@ -252,10 +252,12 @@ def test_optimizer_types(kind: str, name: str | None, verdict_kind: str) -> None
 
 
 def test_optimizer_defaults_are_deepspeeds_own() -> None:
-    """Its Adam has no weight decay where torch's AdamW has 0.01; torch's own classes keep their defaults unsaid."""
+    """Its Adam has no weight decay where torch's AdamW has 0.01; torch's own classes keep theirs."""
     built_in = read({"optimizer": {"type": "AdamW"}})
     assert values(built_in, "optimizer", "lr", "betas", "eps", "weight_decay") == [1e-3, (0.9, 0.999), 1e-8, 0.0]
-    assert not read({"optimizer": {"type": "SGD"}})["optimizer.weight_decay"].is_set
+    sgd = read({"optimizer": {"type": "SGD"}})
+    assert (sgd.value("optimizer.lr"), sgd.value("optimizer.weight_decay")) == (1e-3, 0.0)
+    assert not sgd["optimizer.betas"].is_set
 
 
 def test_the_schedules_peak_is_its_own() -> None:

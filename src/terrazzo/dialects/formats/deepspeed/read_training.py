@@ -13,6 +13,7 @@ from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import BUILT_IN, INTERVAL, OPTIMIZER_PARAMS, argument_default
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED_OPTIMIZERS
+from terrazzo.dialects.formats.shared.class_defaults import class_defaults
 from terrazzo.documents.dotted_keys import split
 from terrazzo.messages import did_you_mean
 
@@ -120,9 +121,10 @@ def _numbers(reader: DeepSpeedReader, name: str, built_in: bool) -> SettingsByPa
     for argument in ("lr", "eps", "weight_decay", "betas"):
         key = f"{_PARAMS}.{argument}"
         each = _betas(reader, key) if argument == "betas" else reader.take_as(key, number())
-        if each.origin == "default":
-            usual = argument_default(name, argument, by_torch=by_torch) if built_in else None
-            each = Setting(usual, "default", each.key)
+        if each.origin == "default" and built_in:
+            each = Setting(argument_default(name, argument, by_torch=by_torch), "default", each.key)
+        elif each.origin == "default":
+            each = class_defaults(name).get(f"optimizer.{argument}", Setting(None, "default"))
         if each.value is not None or each.origin == "auto":
             settings[f"optimizer.{argument}"] = each
     return settings

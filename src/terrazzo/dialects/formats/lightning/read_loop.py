@@ -12,6 +12,7 @@ from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.keys import number
 from terrazzo.dialects.core.reader import Reader, derived, only_from_file
 from terrazzo.dialects.formats.lightning.model_checkpoint import read_callbacks
+from terrazzo.dialects.formats.shared.class_defaults import class_defaults
 from terrazzo.messages import did_you_mean
 
 __all__ = ["arguments_of", "read_loop"]
@@ -76,8 +77,10 @@ def _optimizer(reader: Reader) -> SettingsByPath:
     named = name if known and hasattr(torch.optim, name) else path.value
     section = "optimizer.init_args"
     settings: SettingsByPath = {"optimizer.name": Setting(named, "file", key)}
+    defaults = class_defaults(name) if known else {}
     if "lr_scheduler" not in reader:  # LightningCLI replaces the module's configure_optimizers by these two
         settings["schedule.name"] = Setting("constant", "default")
+        settings["schedule.warmup_steps"] = Setting(0, "default")
     for argument in ("lr", "eps", "weight_decay"):
         settings |= only_from_file({f"optimizer.{argument}": reader.take_as(f"{section}.{argument}", number())})
     decay = settings.get("optimizer.weight_decay", settings["optimizer.name"])
@@ -97,7 +100,7 @@ def _optimizer(reader: Reader) -> SettingsByPath:
         settings["optimizer.options"] = derived(
             options, *(Setting(None, "file", each) for each in others), origin="file"
         )
-    return settings
+    return defaults | settings
 
 
 def _unknown_to(reader: Reader, name: str, key: str) -> bool:

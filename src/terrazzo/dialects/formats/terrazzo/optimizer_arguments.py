@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from terrazzo.config import MuonConfig
+from terrazzo.dialects.formats.shared.class_defaults import signature_defaults
 from terrazzo.engine import ELEMENTWISE
 from terrazzo.optim import AdEMAMix, Lion, Muon
 
@@ -25,10 +26,7 @@ def arguments(name: str) -> Collection[str]:
 
 def argument_defaults(name: str) -> dict[str, Any]:
     """The pair of betas and the eps that hold where nothing is said, as far as an optimizer has them."""
-    defaults = {key: each.default for key, each in _signature(name).items()}
-    betas, eps = defaults.get("betas"), defaults.get("eps")
-    pair = {"betas": betas} if isinstance(betas, tuple) and len(betas) == 2 else {}
-    return {**pair, **({"eps": eps} if isinstance(eps, float) else {})}
+    return {key: each for key, each in signature_defaults(_signature(name)).items() if key in ("betas", "eps")}
 
 
 def _signature(name: str) -> dict[str, inspect.Parameter]:

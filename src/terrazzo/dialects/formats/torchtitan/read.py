@@ -10,6 +10,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, 
 from terrazzo.dialects.core.key_verdict import Loss
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import Reader, derived, only_from_file
+from terrazzo.dialects.formats.shared.class_defaults import class_defaults
 from terrazzo.dialects.formats.shared.fsdp_words import offload
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
 from terrazzo.dialects.formats.torchtitan.keys import (
@@ -184,7 +185,8 @@ def _optimizer(reader: Reader) -> SettingsByPath:
     reader.keep(key, others, loss=_loss_of(groups) if others else "harmless")
     name, options = groups[-1].get("optimizer_name"), groups[-1].get("optimizer_kwargs")
     options = dict(options) if isinstance(options, Mapping) else {}
-    values: dict[str, Any] = {"name": name if isinstance(name, str) else None}
+    name = name if isinstance(name, str) else None
+    values: dict[str, Any] = {"name": name}
     parse = number().parse  # as the rows of other keys do: `1e-3` may be text
     for each in ("lr", "eps", "weight_decay"):
         if (value := parse(options.get(each))) is not MISSING:
@@ -198,7 +200,9 @@ def _optimizer(reader: Reader) -> SettingsByPath:
     if muon is not None and groups[-1] is not muon:
         values["name"] = "Muon"
         options |= _of_matrices(reader, muon.get("optimizer_kwargs"))
-    settings = {f"optimizer.{each}": Setting(value, "file", key) for each, value in values.items()}
+    settings = class_defaults(name) | {
+        f"optimizer.{each}": Setting(value, "file", key) for each, value in values.items()
+    }
     settings |= {"optimizer.options": Setting(options, "file", key), "optimizer.decay": Setting("all", "derived", key)}
     return settings
 
