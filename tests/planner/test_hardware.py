@@ -27,6 +27,7 @@ from terrazzo.planner.machine.devices import Cluster, Device, MeasuredHost, devi
 from terrazzo.planner.machine.mesh import Mesh, group_of
 from terrazzo.planner.machine.network import Network
 from terrazzo.planner.machine.transfers import UnitTransfer, When
+from terrazzo.planner.setup.assumptions import assumptions
 from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.request import Request
 
@@ -331,3 +332,15 @@ def test_a_figure_of_a_device_that_none_has_is_refused_by_name(field: str, wrong
 def test_what_no_machine_has_is_refused_when_it_is_made(make: Callable[[], object], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("V100-SXM2-16GB", 15.6), ("GH200-96GB", 93.0), ("GB200", 178.35), ("A40", 43.0)]
+)
+def test_memory_that_is_not_known_is_that_of_its_kind_and_said(name: str, least: float) -> None:
+    asked = Request("llama3-8b", 8, gpu=name, strategy="zero3")
+    (note,) = (each for each in assumptions(asked, build_setup(asked)) if "torch sees" in each)
+    assert "--memory-gb" in note
+    assert least < (device(name).memory_bytes or 0) / 2**30 < 1.03 * least
+    given = replace(asked, memory_bytes=10**11)
+    assert not any("torch sees" in each for each in assumptions(given, build_setup(given)))

@@ -310,13 +310,22 @@ def test_a_range_is_searched_in_whole_hosts() -> None:
     found = search(request(gpus="4..40", strategy="zero3"))
     assert {answer.setup.cluster.count for answer in found.ranked} == {4, 8, 16, 24, 32, 40}
     assert counts_of(request(gpus="4..40"), 8) == (4, 8, 16, 24, 32, 40)
-    assert counts_of(request(gpus="9..15"), 8) == (9,)
+    assert counts_of(request(gpus="9..12"), 8) == (9, 10, 11, 12)
+    assert min_gpus(request("llama3-8b", "5..7", gpu="a100-40gb")).gpus in (6, 7)
 
 
 @pytest.mark.parametrize(("rank", "first"), [("gpus", 1), ("throughput", 16)])
 def test_rank_decides_what_is_first(rank: Any, first: int) -> None:
     found = search(request("gpt2-1.5b", "1..16", rank_by=rank))
     assert found.ranked[0].setup.cluster.count == first
+    assert all(each.time is not None for each in found.ranked)
+
+
+def test_the_fewest_devices_are_first_where_no_time_is_known_too() -> None:
+    custom = Device("custom1", memory_bytes=80 * 10**9)
+    found = search(request("llama3-8b", "8..32", gpu=custom, rank_by="gpus"))
+    assert all(each.time is None for each in found.ranked)
+    assert found.ranked[0].setup.cluster.count == 8
 
 
 def test_only_what_the_engine_runs_is_tried_unless_asked() -> None:

@@ -16,26 +16,27 @@ NOISE = 0.03
 
 
 def rank_key(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
-    """The key to sort by: what surely fits comes first, and of that what runs now.
+    """The key to sort by: what surely fits comes first, of that what runs now, and of that what `rank_by` names.
 
-    Where no time is known, what computes least a second time, and
-    of that what sends the fewest bytes per token.
+    Where no time is known, that is what computes least a second time, and of that what sends fewest bytes per token.
     """
 
     def key(estimate: Estimate) -> tuple[float, ...]:
         count, memory = estimate.setup.cluster.count, estimate.memory.near_bytes
         behind = (float(estimate.memory.fits_surely is False), float(not estimate.runs_now))
-        if estimate.time is None:
-            tokens = estimate.setup.global_batch * estimate.setup.sequence or 1
-            return (*behind, _again(estimate.setup), estimate.traffic.total_bytes * count / tokens, memory)
-        per_gpu = estimate.time.tokens_per_s_per_gpu
-        if request.rank_by == "gpus":
-            return (*behind, count, -per_gpu, memory)
-        if request.rank_by == "cost":
-            return (*behind, -per_gpu, count, memory)
-        return (*behind, -per_gpu * count, memory)
+        fewest = (count,) if request.rank_by == "gpus" else ()
+        return (*behind, *fewest, *_slowness(estimate, alone=request.rank_by != "throughput"), count, memory)
 
     return key
+
+
+def _slowness(estimate: Estimate, alone: bool) -> tuple[float, float, float]:
+    """Least for what is fastest, of one device if `alone`; what has no time comes behind what has one."""
+    count = estimate.setup.cluster.count
+    if estimate.time is not None:
+        return (0.0, -estimate.time.tokens_per_s_per_gpu * (1 if alone else count), 0.0)
+    tokens = estimate.setup.global_batch * estimate.setup.sequence or 1
+    return (1.0, _again(estimate.setup), estimate.traffic.total_bytes * count / tokens)
 
 
 def simplest_first(ranked: list[Estimate]) -> tuple[Estimate, ...]:

@@ -93,6 +93,7 @@ class Device:
         peak_flops: dense peak, FLOP/s, by compute format, of `FORMATS`.
         matmul_flops: largest measured rate of a matrix product (MAMF), FLOP/s, by the same formats.
         memory_bytes: what torch reports as total, not what the vendor prints.
+        assumed_share: of the nominal decimal GB, where `memory_bytes` is that share of them; None where it is known.
         memory_bandwidth: B/s.
         scaleup_bandwidth: B/s in one direction, to the devices of the same scale-up domain.
         scaleup_domain: devices in one such domain; it may be larger than a host.
@@ -134,7 +135,7 @@ class Device:
     measured: MeasuredHost | None = None
     capability: float | None = None
     source: str = ""
-    notes: str = ""
+    assumed_share: float | None = None
 
     def __post_init__(self) -> None:
         check_word(self, "kind", ("cuda", "cpu"))
@@ -250,7 +251,7 @@ def this_machine() -> Cluster:
             properties.name, capability=None if amd else properties.major + properties.minor / 10, source="this machine"
         )
     count = gpus.count()
-    here = replace(known.in_hosts_of(count), memory_bytes=properties.total_memory)
+    here = replace(known.in_hosts_of(count), memory_bytes=properties.total_memory, assumed_share=None)
     return Cluster(here, count, host_memory_bytes=_host_memory_bytes())
 
 
@@ -312,17 +313,16 @@ def device_of_row(row: Mapping[str, str]) -> Device:
     def by_format(columns: Mapping[str, str]) -> dict[str, float]:
         return {name: value for name, column in columns.items() if (value := figure(column, 1e12)) is not None}
 
-    total, notes = figure("torch_total_gib", 2**30), row["notes"]
-    if total is None:
-        total = float(row["mem_gb_marketing"]) * 1e9 * _VISIBLE
-        notes = "; ".join([*([notes] if notes else []), "memory as torch sees it not known: 98 % of the nominal GB"])
+    seen, nominal = figure("torch_total_gib", 2**30), float(row["mem_gb_marketing"]) * 1e9
+    share = LEAST_SEEN.get(row["mem_type"], LEAST_SEEN_ELSE)
     return Device(
         name=row["name"],
         capability=None if row["compute_capability"].startswith("gfx") else float(row["compute_capability"]),
         peak_flops=by_format({name: f"{name}_dense_tflops" for name in ("bf16", "fp16", "fp8", "fp4", "tf32")})
         | by_format({"fp32": "fp32_vector_tflops"}),
         matmul_flops=by_format({name: f"mamf_{name}_tflops" for name in ("bf16", "fp16", "fp8")}),
-        memory_bytes=int(total),
+        memory_bytes=int(share * nominal if seen is None else seen),
+        assumed_share=share if seen is None else None,
         memory_bandwidth=figure("mem_bw_tb_s", 1e12),
         scaleup_bandwidth=figure("scaleup_uni_gb_s", 1e9),
         scaleup_domain=int(row["scaleup_domain"] or 1),
@@ -336,7 +336,6 @@ def device_of_row(row: Mapping[str, str]) -> Device:
         flash_share=architecture.flash_share,
         recipe_shares=architecture.recipe_shares,
         source=row["source"],
-        notes=notes,
     )
 
 
@@ -349,8 +348,10 @@ def _entry(table: Mapping[str, T], row: Mapping[str, str], column: str, name: st
     return table[row[column]]
 
 
-_VISIBLE = 0.98
-"""Least share of the nominal decimal GB that torch sees on the devices of the table where it is known (GDDR6, ECC)."""
+LEAST_SEEN = {"GDDR6": 0.98}
+LEAST_SEEN_ELSE = 1.05
+"""What torch sees of nominal decimal GB, by kind of memory: the least of the table's devices where it is known, rounded
+down. GDDR6 gives a part of it to ECC."""
 
 
 def _host_memory_bytes() -> int:

@@ -22,7 +22,7 @@ __all__ = ["NO_MESH", "SHOWN_ROWS", "Frontier", "Refusal"]
 NO_MESH = "No mesh of these GPUs is worth trying for this model; name a --strategy, or leave --tp and --pp open."
 FIRST = {"throughput": "the fastest", "gpus": "what takes the fewest GPUs", "cost": "the cheapest token"}
 """What stands first, by `request.rank_by`."""
-UNTIMED = "what computes least twice, and then sends the fewest bytes per token,"
+UNTIMED = "what computes least twice, and then sends the fewest bytes per token, since no time is known,"
 ONE_RANK = "With one rank for all data nothing is split: all strategies are one, and stand as the first of them."
 PLANNED_LAST = ", and of either what this version runs before what is `planned`"
 OWN_BATCHES = (
@@ -148,7 +148,8 @@ def _ranking(frontier: Frontier) -> list[TextBlock]:
         blocks.append(_ranked(leaders[:SHOWN_ROWS]))
         counts = f"{frontier.considered:,} plans compared, {len(frontier.ranked):,} fit."
         timed = any(each.time is not None for each in leaders)
-        first = FIRST[frontier.request.rank_by] if timed else UNTIMED
+        rank_by = frontier.request.rank_by
+        first = FIRST[rank_by] if timed or rank_by == "gpus" else UNTIMED
         order = "What fits surely, also at most, stands before what is expected to fit"
         order += PLANNED_LAST if any(not each.runs_now for each in leaders) else ""
         blocks.append(TextLine(f"{counts} {order};", "dim"))

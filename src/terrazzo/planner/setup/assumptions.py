@@ -27,6 +27,11 @@ def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
             "scale; fp32 needs none (--precision)."
         )
     device = setup.cluster.device
+    if device.assumed_share is not None and device.memory_bytes:
+        notes.append(
+            f"How much memory torch sees of {device.name} is not known: {device.assumed_share:g} times the nominal GB, "
+            f"the least of devices of its kind, is assumed: {device.memory_bytes / 2**30:.1f} GiB (--memory-gb)."
+        )
     if device.kind == "cuda" and device.watts is None and device.peak_flops and setup.model.layers:
         notes.append(
             f"How much power {device.name} may draw is not known, so that no limit of it is applied: rates are of "

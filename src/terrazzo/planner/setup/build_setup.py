@@ -158,7 +158,8 @@ def settled(request: Request) -> Request:
 def counts_of(request: Request, per_node: int) -> tuple[int, ...]:
     """The numbers of devices that a request allows: one, or in a range every whole number of hosts.
 
-    Below one host, powers of two. Raises: `BadInput` for what is neither a number nor a range.
+    Below one host, powers of two; all, where the range has neither. Raises: `BadInput` for what is neither a number nor
+    a range.
     """
     if isinstance(request.gpus, int):
         return (count_range(str(request.gpus))[0],)
@@ -166,7 +167,7 @@ def counts_of(request: Request, per_node: int) -> tuple[int, ...]:
     small = [2**power for power in range(per_node.bit_length()) if 2**power < per_node]
     whole = range(per_node, last + 1, per_node)
     counts = tuple(count for count in (*small, *whole) if first <= count <= last)
-    return counts or (first,)
+    return counts or tuple(range(first, last + 1))
 
 
 def build_cluster(request: Request, count: int | None = None) -> Cluster:
@@ -205,7 +206,7 @@ def _device(request: Request, count: int) -> Device:
     name = GPU if request.gpu is None else request.gpu
     device = name if isinstance(name, Device) else _named_device(name, request)
     if request.memory_bytes is not None:
-        device = replace(device, memory_bytes=int(request.memory_bytes))
+        device = replace(device, memory_bytes=int(request.memory_bytes), assumed_share=None)
     if request.reserve_bytes is not None:
         device = replace(device, memory_bytes=_without_reserve(device, request.reserve_bytes))
     if not isinstance(name, Device):
