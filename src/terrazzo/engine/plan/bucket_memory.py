@@ -13,7 +13,9 @@ the dry run counts in the order of the engine's schedule (`CountingBucket`), the
     publish         new weights are brought from where they were stepped to where they rest
     reduction       gradients are summed over ranks, one collective after the other
 
-What stays there, `resting_bytes`. Single amounts are the spec's: `pending_bytes` with a bucket's first gradient.
+What stays there, `resting_bytes`. Amounts that these events alone have are here, `finished_bytes`, `staying_bytes` and
+`copied_bytes`; the others are the spec's: `pending_bytes` with a bucket's first gradient. What passes through the
+host's memory: `terrazzo.engine.offload.needs`.
 """
 
 from __future__ import annotations
