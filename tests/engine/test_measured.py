@@ -293,3 +293,17 @@ def test_a_sum_in_whole_numbers_casts_each_element_as_torch_does() -> None:
 
     wanted = int(base.embed.weight.detach().sum(dtype=torch.int64))
     assert on_ranks(2, body) == [wanted] * 2 == [base.embed.weight.numel()] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_a_sum_in_narrow_whole_numbers_has_their_dtype_and_wraps_as_torch_does(dtype: torch.dtype) -> None:
+    base = Net()
+    nn.init.constant_(base.embed.weight, 251.0 if dtype is torch.uint8 else 32_003.0)
+    wanted = base.embed.weight.detach().sum(dtype=dtype)
+
+    def body(rank: int) -> Tensor:
+        model, _ = sharded(base)
+        return model.embed.weight.detach().sum(dtype=dtype)  # type: ignore[no-any-return]
+
+    for found in on_ranks(2, body):
+        assert found.dtype is dtype and torch.equal(found, wanted)

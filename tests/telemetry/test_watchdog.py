@@ -55,7 +55,7 @@ class Ranks:
         """A rank asks for an exchange; returns its track."""
         track = self.ranks[rank].track(axis, kind, False)
         small = kind == "control"
-        purpose, unit = of.get("purpose", Purpose.SMALL if small else Purpose.BACKWARD), of.get("unit", 1)
+        purpose, unit = of.get("purpose", Purpose.AGREEMENT if small else Purpose.BACKWARD), of.get("unit", 1)
         self.ranks[rank].issued(track, ordinal, Label(purpose, unit, 5), of.get("sent", 64))
         return track
 

@@ -130,3 +130,22 @@ def test_ranks_with_an_exchange_in_common_have_run_the_same() -> None:
                 assert kind == "TimedOut" and "Waiting: ranks 0, 1 at the weights of unit 1" in said, said
         for kind, said in pool.run(failing, [[1, 2], [3, 4]], [2, 4]):
             assert kind == "RanksApart" and "rank 0 at the weights of unit 1" in said and "rank 1 at the" in said, said
+
+
+def measuring_and_clipping() -> tuple[str, str]:
+    """What ranks are told of which one asks for a gradient's norm, and the other clips; run by each process."""
+    with a_mesh() as mesh:
+        model, _ = tz.shard(Layers(), None, "zero3", mesh=mesh, units=["layers.*"])
+        model(torch.ones(2, 4)).sum().backward()
+        weight = model.get_parameter("layers.0.0.weight")
+        with pytest.raises(RuntimeError) as told:
+            weight.grad.norm() if dist.get_rank() == 0 else tz.clip_grad_norm_(model, 1.0)  # type: ignore[union-attr]
+        return told.type.__name__, str(told.value)
+
+
+def test_a_norm_that_one_rank_asks_for_and_another_clips_by_are_two_things() -> None:
+    with Pool(2) as pool:
+        for kind, said in pool.run(measuring_and_clipping, timeout_s=60.0):
+            assert kind == "RanksApart", said
+            assert "rank 0 at the gradients' norms of order 2; rank 1 at the norm of all gradients. " in said
+            assert "on every rank, in the same order" in said and "with tz.accumulate" not in said

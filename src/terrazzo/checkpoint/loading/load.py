@@ -41,6 +41,7 @@ from terrazzo.engine import (
     parameters_by_names,
     persistent_buffers,
 )
+from terrazzo.engine.instrumentation.label import Label, Purpose, labelled
 from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged, Misuse
 from terrazzo.exchange import gather_json, require_alike, together
@@ -159,6 +160,7 @@ def warn_of_notes(source: Source, notes: Sequence[str]) -> None:
         warn(f"Of the checkpoint '{source.where}': {printable(listed(notes, 5, ';'))}.")
 
 
+@labelled(Label(Purpose.CHECKPOINT))
 def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, cast: bool = False) -> None:
     """What `load` does with an opened checkpoint, of whose notes the caller warns. Collective."""
     require_alike({"optimizer": presence(optimizer), "cast": str(cast)})

@@ -32,6 +32,7 @@ from terrazzo.engine import (
     parameter_table,
     persistent_buffers,
 )
+from terrazzo.engine.instrumentation.label import Label, Purpose, labelled
 from terrazzo.errors import BadInput
 from terrazzo.exchange import broadcast_json, require_alike, together
 from terrazzo.words import DTYPE_FIELDS
@@ -51,6 +52,7 @@ class Snapshot:
         return bytes_of(self.tensors[entry.key]())
 
 
+@labelled(Label(Purpose.CHECKPOINT))
 def take(
     path: str | os.PathLike[str],
     model: torch.nn.Module,

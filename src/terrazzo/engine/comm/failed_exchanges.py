@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 
-from terrazzo.engine.instrumentation.label import NOT_THE_SAME, RUN_THE_SAME, Label, places_text
+from terrazzo.engine.instrumentation.label import NOT_THE_SAME, Label, places_text
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.private_torch import default_store
 from terrazzo.engine.runtime.process_groups import timeout_s_of
@@ -76,12 +76,14 @@ class Exchange:
         if timed_out(error) or words.any():
             words.leave([str(label) for label in [*self._under_way.values()]])
             self._break_off()
-            return _of_time(error, words.read(), words.ranks)
+            return _of_time(error, words.read(), words.ranks, self._label.edit)
         why = str(error) if isinstance(error, ConnectionLost) else _ENDED
         return ConnectionLost(f"{why} Here it was the turn of {self._label}.")
 
 
-def _of_time(error: BaseException, words: Mapping[int, Sequence[str]], ranks: Sequence[int]) -> TimedOut | RanksApart:
+def _of_time(
+    error: BaseException, words: Mapping[int, Sequence[str]], ranks: Sequence[int], edit: str
+) -> TimedOut | RanksApart:
     """The error of ranks whose time is over, of which some have said what they had under way, the oldest first."""
     silent = [rank for rank in ranks if rank not in words]
     shared = [place for place in words[min(words)] if all(place in others for others in words.values())]
@@ -89,7 +91,7 @@ def _of_time(error: BaseException, words: Mapping[int, Sequence[str]], ranks: Se
     if not (silent or shared):
         return RanksApart(
             f"{NOT_THE_SAME}, and have waited for each other until the time of their process group was over: {where}. "
-            f"{RUN_THE_SAME}"
+            f"{edit}"
         )
     why = str(error) if isinstance(error, TimedOut) else f"{_NOT_COME if timed_out(error) else _LATE} {_IF_SLOW}"
     nowhere = f"; of {of_ranks(silent)} nothing is known" if silent else ""

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from terrazzo.engine.instrumentation.label import NOT_THE_SAME, RUN_THE_SAME, Label, moving, places_text
+from terrazzo.engine.instrumentation.label import NOT_THE_SAME, RUN_THE_SAME, Label, labelled, places_text
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.device import HOST
@@ -30,11 +30,8 @@ def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -
     """
     checksum = _checksum(axes, progress)
     values = torch.tensor([label.code, ~label.code, checksum, ~checksum, *numbers], device=HOST)
-    before = moving.set(label)
-    try:
+    with labelled(label):
         highest, lowest, largest, smallest, *top = axes.maximum(values, axes.within_stage).tolist()
-    finally:
-        moving.reset(before)
     if highest != ~lowest:
         _name_places(axes, label)
     if largest != ~smallest:
@@ -73,7 +70,7 @@ _ALIKE = (
         "Every rank must step, or none: agree on it, for example with an all_reduce of whether the loss is finite.",
     ),
     _Alike(
-        lambda progress: [("edits", progress.edits)],
+        lambda progress: [("edits", progress.edits())],
         "gradients have been forgotten or changed on some ranks and not on others, or by other numbers; what was done "
         "last here: {last}. Each rank steps its own part of the weights: call zero_grad(), set .grad to None, scale "
         "and clip on every rank or on none.",

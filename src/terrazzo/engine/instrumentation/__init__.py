@@ -6,4 +6,6 @@ times      how long exchanges take, and how long the host waits
 traffic    bytes sent, time waited, transient memory
 phases     where in a step the host is
 tally      all of it, of one model
+
+Read them in that order.
 """

@@ -7,7 +7,8 @@ those have no room for it (NCCL) in a checksum that ranks compare when they meet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -24,6 +25,7 @@ __all__ = [
     "Label",
     "Purpose",
     "Stamp",
+    "labelled",
     "moving",
     "places_text",
     "title_of",
@@ -41,7 +43,7 @@ RUN_THE_SAME = (
 class Purpose(IntEnum):
     """Why something is exchanged."""
 
-    SMALL = 0
+    AGREEMENT = 0
     FORWARD = 1
     EVALUATION = 2
     BACKWARD = 3
@@ -60,10 +62,13 @@ class Purpose(IntEnum):
     ACTIVATIONS = 16
     ACTIVATIONS_BACK = 17
     LOSS = 18
+    NORM = 19
+    MEASURE = 20
+    CHECKPOINT = 21
 
 
 _WORDS = {
-    Purpose.SMALL: "a small exchange (a checkpoint's, a norm, an agreement)",
+    Purpose.AGREEMENT: "an agreement, as on what all ranks are given",
     Purpose.FORWARD: "the weights of {unit} for training forward {number}",
     Purpose.EVALUATION: "the weights of {unit} for forward {number}, without gradients",
     Purpose.BACKWARD: "the weights of {unit} for backward {number}",
@@ -82,12 +87,20 @@ _WORDS = {
     Purpose.ACTIVATIONS: "activations of {module}, exchange {number} along their axis",
     Purpose.ACTIVATIONS_BACK: "gradients of activations of {module}, exchange {number} along their axis",
     Purpose.LOSS: "a loss of parts of the vocabulary, exchange {number}",
+    Purpose.NORM: "the norm of all gradients",
+    Purpose.MEASURE: "{name}",
+    Purpose.CHECKPOINT: "a checkpoint",
 }
 RUN_THE_SAME_MODULES = (
     "Ranks that share matrices or sequences must run the same modules, as often and in the same order, forward and "
     "backward: let no rank skip one by its own data, and decide what is skipped from what all of them have."
 )
 _OF_ACTIVATIONS = (Purpose.ACTIVATIONS, Purpose.ACTIVATIONS_BACK, Purpose.LOSS)
+_CALL_EVERYWHERE = (
+    "What ranks agree on, measure, clip, save or load together is asked for on every rank, in the same order: let no "
+    "rank leave it out, or do it alone as in 'if rank == 0:'."
+)
+_OF_CALLS = (Purpose.AGREEMENT, Purpose.NORM, Purpose.MEASURE, Purpose.CHECKPOINT, Purpose.CALL)
 CALLS = (
     "model.state_dict()", "model.load_state_dict(state)", "optimizer.state_dict()", "optimizer.load_state_dict(state)",
 )  # fmt: skip
@@ -102,10 +115,10 @@ class Label:
     Attributes:
         unit: index of what is moved; of a call its index in `CALLS`; of activations that of their module.
         number: of the pass that it belongs to, or of the exchange of activations, counted on each rank from the start.
-        names: of all units; of activations of the modules.
+        names: of all units; of activations of the modules; of a measure the expression.
     """
 
-    purpose: Purpose = Purpose.SMALL
+    purpose: Purpose = Purpose.AGREEMENT
     unit: int = 0
     number: int = 0
     names: tuple[str, ...] = ()
@@ -128,9 +141,15 @@ class Label:
         """
         if code != self.code:
             raise RanksApart(
-                f"{NOT_THE_SAME}: here it is the turn of {self}, and on {who} of "
-                f"{self.of_code(code)}. {RUN_THE_SAME_MODULES if self.purpose in _OF_ACTIVATIONS else RUN_THE_SAME}"
+                f"{NOT_THE_SAME}: here it is the turn of {self}, and on {who} of {self.of_code(code)}. {self.edit}"
             )
+
+    @property
+    def edit(self) -> str:
+        """What errors ask for where other ranks are elsewhere."""
+        if self.purpose in _OF_ACTIVATIONS:
+            return RUN_THE_SAME_MODULES
+        return _CALL_EVERYWHERE if self.purpose in _OF_CALLS else RUN_THE_SAME
 
     def check_trail(self, own: Iterable[int], theirs: Iterable[int], who: str) -> None:
         """Refuse the first code of another rank's last exchanges that is not this one's; -1 stands for none.
@@ -172,4 +191,14 @@ class Stamp(NamedTuple):
 
 
 moving: ContextVar[Label] = ContextVar("moving", default=Label())  # noqa: B039 (it cannot change)
-"""The label of the collective that is being started; `Transfer` sets it, `collectives` read it."""
+"""The label of the collective that is being started; `Transfer` and `labelled` set it, `collectives` read it."""
+
+
+@contextmanager
+def labelled(label: Label) -> Iterator[None]:
+    """What is exchanged inside has this label."""
+    before = moving.set(label)
+    try:
+        yield
+    finally:
+        moving.reset(before)

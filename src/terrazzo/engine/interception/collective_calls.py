@@ -10,7 +10,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.unit_layout import weights_are_split
 from terrazzo.engine.comm.transfer import Moves, Transfer
-from terrazzo.engine.instrumentation.label import CALLS, Label, Purpose
+from terrazzo.engine.instrumentation.label import CALLS, Label, Purpose, labelled
 from terrazzo.engine.model.engine import Engine
 from terrazzo.errors import ConnectionLost, RanksApart, TimedOut
 
@@ -39,11 +39,15 @@ def on_every_rank(engine: Engine, call: str) -> Iterator[None]:
                 links.all_gather(numbers) if gathers else links.reduce_scatter(numbers, numbers.dtype)
             )
             Transfer(moves, label).finish()
-        yield
+        with labelled(label):
+            yield
     except (RanksApart, ConnectionLost, TimedOut) as error:
-        raise type(error)(
+        told = type(error)(
             f"{call} is of all ranks: call it on every rank, and leave to the first alone what is done with the result,"
             f" as in 'state = {call}' and then 'if dist.get_rank() == 0: torch.save(state, path)'. {error}"
             if call.endswith("state_dict()")
             else f"{call} is of all ranks: call it on every rank, with the same state dict. {error}"
-        ) from None
+        )
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)
+        raise told from None

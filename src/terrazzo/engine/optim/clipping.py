@@ -11,6 +11,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.resting.counted_once import sums_over
+from terrazzo.engine.instrumentation.label import Label, Purpose, labelled
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import Diverged
@@ -66,9 +67,10 @@ def norms(
     """
     axes, split = sharding.axes, (*sums_over(sharding), *also_over)
     powers = torch.stack([_power(group, norm_type, axes.device) for group in groups])
-    if norm_type == float("inf"):
-        return axes.total(powers, split, reduce=torch.amax)
-    return axes.total(powers, split) ** (1 / norm_type)
+    with labelled(Label(Purpose.NORM)):
+        if norm_type == float("inf"):
+            return axes.total(powers, split, reduce=torch.amax)
+        return axes.total(powers, split) ** (1 / norm_type)
 
 
 def _power(parts: Iterable[Tensor | None], norm_type: float, device: torch.device) -> Tensor:

@@ -45,7 +45,6 @@ class Progress:
         else:
             self._on_their_way.append((text, numbers))
 
-    @property
     def edits(self) -> int:
         """A checksum of all that the loop has done to gradients: forgotten, zeroed, scaled, clipped.
 

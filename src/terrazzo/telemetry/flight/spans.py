@@ -13,7 +13,15 @@ __all__ = ["GROUPS", "FlightSpan", "TableNames", "spans_of"]
 GROUPS = ("step", "phase", "unit", "wait", "exchange", "tier")
 """Groups of spans. Within steps, phases or units nothing overlaps, except that units nest."""
 
-_AROUND = {Purpose.SMALL, Purpose.END_OF_FORWARD, Purpose.END_OF_BACKWARD}
+_AROUND = {
+    Purpose.AGREEMENT,
+    Purpose.NORM,
+    Purpose.MEASURE,
+    Purpose.CHECKPOINT,
+    Purpose.CALL,
+    Purpose.END_OF_FORWARD,
+    Purpose.END_OF_BACKWARD,
+}
 """Purposes of exchanges that do not move a unit's tensors."""
 
 

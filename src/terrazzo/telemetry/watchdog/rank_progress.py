@@ -145,7 +145,7 @@ class RankProgress:
         """Where it is, on one line; `now`: the present time in nanoseconds of CLOCK_MONOTONIC."""
         parts = [f"step {self.step + 1}", self.phase or "setup", *([self.unit] if self.unit else [])]
         for (_, kind, _, _), event in list(self.waits.items())[:1]:
-            unit = self._names.moved(event) if event.purpose else None
+            unit = self._names.moved(event)
             parts.append(
                 f"waits for {kind}{f' of {unit}' if unit else ''} since {max(0, now - event.time) / 1e9:.1f} s"
             )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrazzo.engine.instrumentation.label import Label, Purpose, labelled
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.errors import Misuse, RanksApart
 
@@ -49,7 +50,11 @@ class Spread:
             RanksApart: on every rank of the stage, where one of them measures something else: also in replicas that
                 agree. Of a tensor that is whole on each rank nothing is compared.
         """
-        if self.axes.live(self.over) and self.axes.differing({"measure": expression}, self.axes.within_stage):
+        if not self.axes.live(self.over):
+            return
+        with labelled(Label(Purpose.MEASURE, names=(expression,))):
+            differing = self.axes.differing({"measure": expression}, self.axes.within_stage)
+        if differing:
             raise RanksApart(
                 f"The ranks have not measured the same: here it is the turn of {expression}, and on another rank of "
                 "something else. The number is of all their parts: ask for the same ones in the same order on every "
@@ -83,7 +88,8 @@ class SplitValues:
             RanksApart: as of `Spread.check`.
         """
         self.spread.check(self.expression)
-        return self.spread.axes.total(value, self.spread.over, reduce)
+        with labelled(Label(Purpose.MEASURE, names=(self.expression,))):
+            return self.spread.axes.total(value, self.spread.over, reduce)
 
     def as_dtype(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A result in `dtype`, or in the one that torch would give it."""
@@ -115,7 +121,8 @@ def _sum(
 ) -> Tensor:
     _refuse("sum", values, dim=dim, keepdim=keepdim, **others)
     if not (values.part.is_floating_point() and (dtype is None or dtype.is_floating_point)):
-        return values.total(values.part.sum(dtype=dtype))  # of floats too each element is cast before
+        total = values.total(values.part.sum(dtype=dtype))  # of floats too each element is cast before
+        return total if dtype is None else total.to(dtype)
     return values.as_dtype(values.total(values.part.sum(dtype=torch.float64)), dtype)
 
 
