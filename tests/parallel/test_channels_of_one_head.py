@@ -135,3 +135,58 @@ def test_padded_rows_of_a_head_are_not_cut_off_by_their_number_in_the_whole() ->
             model(inputs())
 
     run_in_threads(2, body)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("made", [lambda x: x.softmax(-1), lambda x: x.argmax(-1)])
+def test_what_mixes_channels_is_not_returned_by_the_model(made, grad: bool) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return made(self.head(x))
+
+    def body(rank: int):
+        model = tz.parallelize(Head(), tz.mesh(tp=2, device="cpu"), tensor={"head": "colwise"})
+        with torch.set_grad_enabled(grad), pytest.raises(tz.Misuse, match=r"on what 'head'.*all channels together"):
+            model(inputs())
+
+    run_in_threads(2, body)
+
+
+def test_operators_have_the_rules_of_their_functions() -> None:
+    check(lambda x: x * torch.ops.aten.softmax.int(x, 1), ONE, "colwise", ONE)
+    with pytest.raises(tz.Misuse, match="calls softmax on what 'up'"):
+        run(lambda x: torch.ops.aten.softmax.int(x, -1), ONE, "colwise", True, ONE)
+
+
+@pytest.mark.parametrize("is_activation", [True, False])
+def test_what_is_computed_outside_of_an_enter_is_refused_inside(is_activation: bool) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.scale = nn.Linear(8, 16), nn.Linear(16, 8), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x) * self.scale())
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.factor = Inner(), nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            factor = self.factor.tanh() if is_activation else self.factor
+            self.inner.scale = lambda: factor
+            return x + self.inner(x)
+
+    plan = {"inner": "enter", "inner.up": "colwise", "inner.down": "rowwise"}
+
+    def body(rank: int):
+        model = tz.parallelize(Outer(), tz.mesh(tp=2, device="cpu"), tensor=plan)
+        with pytest.raises(tz.Misuse, match="summed" if is_activation else r"'factor' of outside"):
+            model(inputs())
+
+    run_in_threads(2, body)

@@ -199,4 +199,6 @@ def _gradient_parts(cuts: TensorCuts) -> GradientParts:
         between = not record.replicated and cuts.inside(name, Enter) and not cuts.splits(name)
         if is_cut or between or name in cuts.rows:
             parts.parameters.append((name, attribute))
+        elif record.replicated and name not in cuts.styles and not cuts.inside(name, Enter) and not cuts.splits(name):
+            parts.outside.append((name, attribute))
     return parts

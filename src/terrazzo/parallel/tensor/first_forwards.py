@@ -21,8 +21,8 @@ class ForwardWatch:
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The forward begins with these arguments."""
 
-    def succeed(self) -> None:
-        """The forward has returned."""
+    def succeed(self, output: Any) -> None:
+        """The forward has returned this."""
 
     def close(self) -> None:
         """The forward has returned or raised."""
@@ -115,7 +115,7 @@ class _FirstForwards:
         if torch.compiler.is_compiling():
             return
         for watch in self.watches:
-            watch.succeed()
+            watch.succeed(output)
         self.seen.add(_kind_of(model))
 
     def close(self, model: nn.Module, args: Any, output: Any) -> None:

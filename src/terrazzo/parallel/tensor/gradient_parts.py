@@ -39,17 +39,21 @@ class GradientParts:
         summed: modules whose output has all.
         split: modules that take a part of an input which has all.
         parameters: those that have a part, as names of modules and their own.
+        outside: those of modules outside of any `enter`, which have all.
     """
 
     entered: list[str] = field(default_factory=list)
     summed: list[str] = field(default_factory=list)
     split: list[str] = field(default_factory=list)
     parameters: list[tuple[str, str]] = field(default_factory=list)
+    outside: list[tuple[str, str]] = field(default_factory=list)
 
     def __call__(self, model: nn.Module) -> FunctionWatch | None:
         if has_compiled(model) or not torch.is_grad_enabled():
             return None
-        watch = _Shares(model, self.parameters)
+        watch = _Shares()
+        watch.add_parameters(model, self.parameters, "part")
+        watch.add_parameters(model, self.outside, "all")
         for name in self.entered:
             watch.add_entered(name, model.get_submodule(name))
         for name in self.summed:
@@ -62,14 +66,16 @@ class GradientParts:
 class _Shares(FunctionWatch):
     """Follows both kinds of tensors through a forward; exchanges and other autograd functions give unknown ones."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[tuple[str, str]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._shares: Any = WeakIdKeyDictionary()
         self._names: dict[int, str] = {}
-        for name, attribute in parameters:
+
+    def add_parameters(self, model: nn.Module, names: Sequence[tuple[str, str]], share: Share) -> None:
+        for name, attribute in names:
             parameter = model.get_submodule(name)._parameters[attribute]
-            self._shares[parameter] = "part"
-            self._names[id(parameter)] = f"{name}.{attribute}"
+            self._shares.setdefault(parameter, share)
+            self._names[id(parameter)] = f"{name}.{attribute}".lstrip(".")
 
     def add_entered(self, name: str, module: nn.Module) -> None:
         self.before(module, lambda args, kwargs: self._refuse_part(name, "enter", args, kwargs), first=True)
@@ -105,6 +111,13 @@ class _Shares(FunctionWatch):
         if len(by_share) == 2:
             name = self._names.get(id(by_share["part"]))
             what = f"{name!r}" if name else "a tensor that is computed from a module's input of style 'enter'"
+            if outer := self._names.get(id(by_share["all"])):
+                raise Misuse(
+                    f"The model's forward computes ({function_name(func)}) with {what}, inside of a module of style "
+                    f"'enter', and with {outer!r} of outside, of whose gradient each rank along tp would have another "
+                    f"part. Have {outer!r} in a module inside of that one, or give no module the style 'enter', each "
+                    "'colwise' then exchanging its own input."
+                )
             raise Misuse(
                 f"The model's forward computes ({function_name(func)}) with {what}, of whose gradient each rank along "
                 "tp has a part, and with what ranks have summed, of whose gradient each has all: one of them would be "

@@ -73,7 +73,7 @@ class _Draws(ForwardWatch):
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.begun = random_states()
 
-    def succeed(self) -> None:
+    def succeed(self, output: Any) -> None:
         is_drawn = self.begun != random_states()
         if not self.ranks.agree_on(self.begun if is_drawn else 0):
             raise RanksApart(_APART_STATES)

@@ -116,6 +116,11 @@ class _Channels(FunctionWatch):
                 f"each rank's part after the other, as {cut.name!r} returns them, or give neither a style."
             )
 
+    def succeed(self, output: Any) -> None:
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and (mixed := self._mixed.get(each)) is not None:
+                raise mixed
+
     def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         is_looked_at = not self._within and (func in _DATA or not is_question(func))
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)] if is_looked_at else []
@@ -177,7 +182,7 @@ class _Channels(FunctionWatch):
         return taken.get(self._cuts.get(tensor, ()))
 
     def _note_mixed(self, call: FunctionCall, refused: Misuse) -> None:
-        """What is detached may only be read, as for a log: it is refused where the model goes on to compute with it."""
+        """What is detached may only be read, as for a log: it is refused where a model computes with or returns it."""
         for each in call.results:
             if each.requires_grad:
                 raise refused
@@ -197,7 +202,8 @@ def _module_of(frame: FrameType) -> str:
 
 def _name_of(func: Any) -> str:
     """The name of a function in the rules: the plain one of operators, methods in place and submodules of torch."""
-    return function_name(func).strip("_").removeprefix("fft_").removeprefix("linalg_").removeprefix("special_")
+    name = function_name(func).partition(".")[0].strip("_")  # without an operator's overload
+    return name.removeprefix("fft_").removeprefix("linalg_").removeprefix("special_")
 
 
 def _misuse(name: str, error: Mixed) -> Misuse:
