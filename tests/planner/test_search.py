@@ -154,6 +154,35 @@ def test_no_search_that_leaves_less_open_finds_what_is_faster(model: str, gpus: 
     assert rate(best) >= (1 - NOISE) * max(map(rate, sure))
 
 
+@pytest.mark.parametrize(
+    ("model", "gpus", "options", "plans"),
+    [
+        ("gemma-2b", 8, {"global_batch": 2, "sequence": 8192, "cp": 1}, [{"tp": 4}, {"tp": 8}]),  # one key head
+        ("qwen2.5-7b", 8, {"global_batch": 2, "cp": 1, "gpu": "l40s"}, [{"tp": 4}, {"pp": 4}]),  # 28 heads, PCIe
+        ("llama3-8b", 8, {"global_batch": 2, "sequence": 8192, "gpu": "l40s"}, [{"tp": 4}, {"tp": 2, "cp": 2}]),
+        ("llama3-8b", 8, {"sequence": 8192, "gpu": "rtx-4090"}, [{"tp": 2}, {"tp": 8}]),
+        ("llama3.2-1b", 8, {"gpu": "cpu", "memory_bytes": 48e9}, [{"tp": 2}, {"tp": 4}]),
+        ("llama3-8b", 64, {"global_batch": 8, "sequence": 8192, "pp": 1}, [{"cp": 2}, {"cp": 8}, {"tp": 4, "cp": 2}]),
+        ("llama3-8b", 16, {"sequence": 4096, "tp": 1, "pp": 1}, [{"strategy": "hybrid_shard", "dp_replicate": 4},
+                                                                {"strategy": "hybrid_shard", "dp_replicate": 2}]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_no_plan_with_a_named_mesh_is_better_than_what_a_search_of_meshes_finds(
+    model: str, gpus: int, options: dict[str, Any], plans: list[dict[str, Any]]
+) -> None:
+    asked = request(model, gpus, parallel=True, **options)
+    best = search(asked).best
+    assert best is not None
+    named = [answer for each in plans for answer in search(replace(asked, **{"pp": 1, "tp": 1, "cp": 1} | each)).ranked]
+    assert named
+    if not best.memory.fits_surely:
+        assert not any(answer.memory.fits_surely for answer in named)
+    if best.time is not None:
+        alike = [answer for answer in named if answer.memory.fits_surely == best.memory.fits_surely]
+        assert rate(best) >= (1 - NOISE) * max((rate(one) for one in alike if one.runs_now >= best.runs_now), default=0)
+
+
 def test_what_is_ranked_fits_and_sure_things_come_first_then_the_fastest() -> None:
     found = search(request("llama3-70b", 64))
     assert found.ranked

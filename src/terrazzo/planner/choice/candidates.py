@@ -10,7 +10,7 @@ from typing import NamedTuple
 from terrazzo.engine import Plan
 from terrazzo.engine.plan.place import ROWS
 from terrazzo.parallel import MODES, Mode
-from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
+from terrazzo.parallel.sharing_rules import computes_windows, shares_heads, shares_key_heads
 from terrazzo.planner.model.adapters import trained
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.build_setup import CONTEXT, build_cluster, request_of, shape_of
@@ -40,7 +40,7 @@ TRIED_SIZES = (1, 2, 4, 8, 16, 32, 64)
 rank's."""
 
 LONG_SEQUENCE = 16_384
-"""Tokens from which on context parallelism is tried."""
+"""Tokens from which on context parallelism is tried; of shorter sequences where there are fewer than data ranks."""
 
 MOST_STAGES, MOST_CONTEXT, MOST_EXPERT = 32, 8, 64
 ROOM_TIMES = 4
@@ -60,18 +60,16 @@ def meshes(request: Request) -> Iterator[Request]:
         yield request
         return
     assert isinstance(request.gpus, int)
-    model, domain = shape_of(request.model), max(build_cluster(request).device.scaleup_domain, 1)
-    blocks = [unit.block for unit in model.repeated if unit.block]
-    heads = min((block.kv_heads for block in blocks), default=1)
-    most, named = _most_model_ranks(request, domain), (request.tp or 1) * (request.pp or 1)
-    for tp in _sizes(request.tp, min(heads, domain)):
+    model, near = shape_of(request.model), build_cluster(request).device.near_ranks
+    most, named = _most_model_ranks(request, near), (request.tp or 1) * (request.pp or 1)
+    for tp in _tensor_sizes(request.tp, model, near):
         for pp in _sizes(request.pp, min(model.layers, MOST_STAGES)):
             if tp * pp > max(most, named):
                 continue
-            for cp in _sizes(request.cp, MOST_CONTEXT if (request.sequence or 0) >= LONG_SEQUENCE else 1):
+            for cp in _sizes(request.cp, _most_context(request, tp * pp)):
                 if request.gpus % (tp * pp * cp) == 0:
                     ranks = request.gpus // (tp * pp if request.as_megatron else pp)
-                    for ep in _expert_sizes(request.ep, model.experts, ranks, domain):
+                    for ep in _expert_sizes(request.ep, model.experts, ranks, near):
                         for context in _modes(request, model, tp, cp):
                             yield replace(request, tp=tp, pp=pp, cp=cp, ep=ep, context=context)
 
@@ -161,21 +159,42 @@ def _rows_of_a_rank(request: Request) -> int:
     return -(-request.global_batch // max(request.gpus // shared, 1))
 
 
-def _most_model_ranks(request: Request, domain: int) -> int:
+def _most_context(request: Request, model_ranks: int) -> int:
+    """The most ranks along cp that are tried: as many as serve memory, or leave no data rank without a sequence."""
+    assert isinstance(request.gpus, int)
+    if (request.sequence or 0) >= LONG_SEQUENCE:
+        return MOST_CONTEXT
+    batch, ranks = request.global_batch, request.gpus // model_ranks
+    return 1 if batch is None or batch >= ranks else min(MOST_CONTEXT, -(-ranks // batch))
+
+
+def _most_model_ranks(request: Request, near: int) -> int:
     memory = build_cluster(request).device.memory_bytes
     if memory is None:
-        return MOST_STAGES * domain
+        return MOST_STAGES * near
     shape = trained(request, shape_of(request.model))
     each = FROZEN_BYTES * (shape.numel - shape.trainable_numel) + WHOLE_BYTES * shape.trainable_numel
     needed = each / memory
     least = next(size for power in range(64) if (size := 1 << power) >= needed)
-    return max(domain, ROOM_TIMES * least)
+    return max(near, ROOM_TIMES * least)
 
 
 def _sizes(named: int | None, largest: int) -> tuple[int, ...]:
     if named is not None:
         return (named,)
     return tuple(1 << power for power in range(max(largest, 1).bit_length()))
+
+
+def _tensor_sizes(named: int | None, model: ModelShape, near: int) -> tuple[int, ...]:
+    """Sizes of tp to try: powers of two up to the ranks that need no network, as far as heads can be shared."""
+    blocks = [unit.block for unit in model.repeated if unit.block]
+    if named is not None or not blocks:
+        return (named or 1,)
+    return tuple(
+        size
+        for size in _sizes(None, near)
+        if all(shares_heads(block.heads, size) and shares_key_heads(block.kv_heads, size) for block in blocks)
+    )
 
 
 def _modes(request: Request, model: ModelShape, tp: int, cp: int) -> tuple[Mode, ...]:
@@ -188,14 +207,14 @@ def _modes(request: Request, model: ModelShape, tp: int, cp: int) -> tuple[Mode,
     return tuple(mode for mode in MODES if (mode != "ulysses" or by_heads) and (not slides or computes_windows(mode)))
 
 
-def _expert_sizes(named: int | None, experts: int, ranks: int, domain: int) -> tuple[int, ...]:
-    """Sizes of ep to try: 1, as many ranks as fast links join, and many, as far as they divide the experts and the
+def _expert_sizes(named: int | None, experts: int, ranks: int, near: int) -> tuple[int, ...]:
+    """Sizes of ep to try: 1, as many ranks as need no network, and many, as far as they divide the experts and the
     ranks with one pp_rank.
     """
     if named is not None:
         return (named,) if ranks % named == 0 else ()
     sizes = _dividing(experts, ranks)
-    return tuple(sorted({1, *(max(size for size in sizes if size <= most) for most in (domain, MOST_EXPERT))}))
+    return tuple(sorted({1, *(max(size for size in sizes if size <= most) for most in (near, MOST_EXPERT))}))
 
 
 def _dividing(experts: int, ranks: int) -> tuple[int, ...]:
@@ -209,7 +228,7 @@ def _other_experts(setup: Setup) -> Iterator[int]:
     mesh, experts = setup.mesh, setup.model.experts
     ranks = mesh.world_size // (mesh.tp * mesh.pp if setup.as_megatron else mesh.pp)
     sizes = _dividing(experts, ranks)
-    tried = _expert_sizes(None, experts, ranks, max(setup.cluster.device.scaleup_domain, 1))
+    tried = _expert_sizes(None, experts, ranks, setup.cluster.device.near_ranks)
     at = sizes.index(mesh.ep)
     for size in (*sizes[max(at - 1, 0) : at], *sizes[at + 1 : at + 2]):
         if size not in tried:

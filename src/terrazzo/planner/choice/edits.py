@@ -303,11 +303,11 @@ def _parted(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
 
 
 def parted_axes(setup: Setup) -> Iterator[dict[str, Any]]:
-    """Over how many GPUs that fast links join each layer may be, and over how many each long sequence, of a setup that
+    """Over how many GPUs that need no network each layer may be, and over how many each long sequence, of a setup that
     has none in parts; the fewest first. What no number of data ranks makes smaller is a whole layer, and a sequence.
     """
     count = setup.cluster.count
-    layers = _doubled(min(setup.cluster.device.scaleup_domain, count) if setup.mesh.tp == 1 else 1)
+    layers = _doubled(min(setup.cluster.device.near_ranks, count) if setup.mesh.tp == 1 else 1)
     long = setup.mesh.cp == 1 and setup.sequence >= LONG_SEQUENCE
     sequences = _doubled(min(MOST_CONTEXT, count) if long else 1)
     for tp, cp in sorted(product(layers, sequences), key=lambda axes: (math.prod(axes), axes[1])):

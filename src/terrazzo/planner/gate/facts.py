@@ -47,16 +47,11 @@ def whole_model(setup: Setup) -> bool:
 
 def split_group(setup: Setup) -> RankGroup | None:
     """The innermost groups that would fit on a host, or in a domain, and of which some lie across two."""
-    of = full_host(setup)
+    of = setup.cluster.device.near_ranks
     inner = (group_of(setup.mesh, "tp"), group_of(setup.mesh, "cp"), expert_group(setup))
     outer = (group_of(setup.mesh, axis) for axis in ("dp_shard", "dp_replicate"))
     split = (group for group in (*inner, *outer) if group.span <= of and group.on_hosts(of).hosts > 1)
     return next(split, None)
-
-
-def full_host(setup: Setup) -> int:
-    """Ranks of a host, or of a scale-up domain that is larger."""
-    return max(setup.cluster.device.per_node, setup.cluster.device.scaleup_domain)
 
 
 class Facts:
@@ -67,8 +62,8 @@ class Facts:
         tp, pp, cp, ep: ranks along these axes; `stages`: of the pipeline, in which a rank may have several.
         shard_ranks: of a shard group; `neighbours` with those along tp between them.
         unfused: why attention keeps its scores by itself, or None.
-        fast_domain: how many ranks fast links join.
-        gpus: of the run; host_ranks: of a full host; last_host: of the last; full_hosts: as many as fill hosts.
+        gpus: of the run; host_ranks: of a full host, or of a scale-up domain that is larger; last_host: of the last;
+            full_hosts: as many as fill hosts.
         split_axis, split_ranks, split_span: of `split_group`.
         rows: sequences of a step with `empty_rows`, which are `empty_share` of it; `at_once` says how many go together.
     """
@@ -90,11 +85,10 @@ class Facts:
         self.stages = mesh.pp * setup.virtual_stages
         self.padded_vocab = -(-model.vocab // mesh.tp) * mesh.tp
         self.shard_ranks, self.neighbours = mesh.shard_ranks, mesh.shard_ranks * mesh.tp
-        self.gpus, self.host_ranks = setup.cluster.count, full_host(setup)
+        self.gpus, self.host_ranks = setup.cluster.count, device.near_ranks
         self.last_host = self.gpus % self.host_ranks or self.host_ranks
         whole = self.gpus - self.gpus % self.host_ranks
         self.full_hosts = " or ".join(str(count) for count in (whole, whole + self.host_ranks) if count)
-        self.fast_domain = device.per_node if device.kind == "cpu" else device.scaleup_domain
 
     @property
     def zero_stage(self) -> int:

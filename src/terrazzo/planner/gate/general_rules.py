@@ -23,16 +23,8 @@ def _splits_nothing(setup: Setup) -> bool:
 
 
 def _crosses(setup: Setup, group: int) -> bool:
-    """Whether `group` neighbouring ranks are on more than one scale-up domain."""
-    device = setup.cluster.device
-    return (
-        device.kind == "cuda" and group > max(device.scaleup_domain, 1) and setup.cluster.count > device.scaleup_domain
-    )
-
-
-def _leaves_cpu_host(setup: Setup) -> bool:
-    """Whether ranks of one tp group are on several hosts of CPUs."""
-    return setup.cluster.device.kind == "cpu" and setup.mesh.tp > setup.cluster.device.per_node
+    """Whether `group` neighbouring ranks are on more than one host, and more than one scale-up domain."""
+    return group > setup.cluster.device.near_ranks
 
 
 def _grouped(setup: Setup) -> bool:
@@ -163,24 +155,24 @@ def _whole_gradients_kept_under_split_gradients(setup: Setup) -> bool:
 @everywhere.warns(
     "tensor parallelism across hosts",
     reason=(
-        "tp {tp} is wider than the {fast_domain} ranks that fast links join: every block waits for the network, "
-        "{exchange_time} in each step."
+        "tp {tp} is wider than the {host_ranks} ranks that reach each other without the network: every block waits "
+        "for the network, {exchange_time} in each step."
     ),
-    alternative="Use a tp of at most {fast_domain}, and pp or more sharding for the rest.",
+    alternative="Use a tp of at most {host_ranks}, and pp or more sharding for the rest.",
     source="arXiv 2104.04473, section 3.2 and takeaway 1",
 )
 def _tensor_parallelism_across_hosts(setup: Setup) -> bool:
-    return setup.mesh.tp > 1 and (_crosses(setup, setup.mesh.tp) or _leaves_cpu_host(setup))
+    return _crosses(setup, setup.mesh.tp)
 
 
 @everywhere.warns(
     "shard group across hosts",
     reason=(
         "A shard group of {shard_ranks} ranks (dp_shard × cp) reaches over {neighbours} neighbouring GPUs (with tp), "
-        "more than the {fast_domain} that fast links join, so {plan} gathers weights over the network and saves no "
-        "traffic."
+        "more than the {host_ranks} that reach each other without the network, so {plan} gathers weights over the "
+        "network and saves no traffic."
     ),
-    alternative="Choose dp_replicate so that a shard group stays within {fast_domain} GPUs.",
+    alternative="Choose dp_replicate so that a shard group stays within {host_ranks} GPUs.",
     source="arXiv 2304.11277, section 3.2.2; arXiv 2205.00119",
 )
 def _shard_group_across_hosts(setup: Setup) -> bool:
@@ -211,8 +203,7 @@ def _groups_across_the_edge_of_a_host(setup: Setup) -> bool:
 )
 def _host_that_is_not_full(setup: Setup) -> bool:
     device, count = setup.cluster.device, setup.cluster.count
-    hosts = max(device.per_node, device.scaleup_domain)
-    return device.kind == "cuda" and count > hosts and count % hosts > 0
+    return device.kind == "cuda" and count > device.near_ranks and count % device.near_ranks > 0
 
 
 @everywhere.warns(

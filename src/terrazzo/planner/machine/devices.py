@@ -158,6 +158,11 @@ class Device:
             return self.capability < 8
         return bool(self.peak_flops) and form not in self.peak_flops
 
+    @property
+    def near_ranks(self) -> int:
+        """How many of its ranks reach each other without a network: of a host, or of a scale-up domain if larger."""
+        return max(self.per_node, self.scaleup_domain)
+
     def in_hosts_of(self, per_node: int) -> Device:
         """The device in hosts of so many. Links within a host join no others, and where each pair has its own there are
         fewer in a smaller host; those of a rack join the whole hosts in it.

@@ -62,7 +62,7 @@ class Network:
 
     def _counts(self, group: RankGroup) -> HostCounts:
         """How a group lies on nodes, or on domains where these are larger."""
-        return group.on_hosts(max(self._domain, self.device.per_node))
+        return group.on_hosts(self.device.near_ranks)
 
     def link(self, over: RankGroup | Link) -> Link:
         """The slowest link that groups along an axis cross; a link itself, which a copy is over."""
