@@ -323,9 +323,31 @@ def test_other_frameworks_fill_up_no_rows() -> None:
     assert all("does not divide by micro-batch 1 × 16 data ranks = 16" in refusal.reason for refusal in found.refused)
 
 
-@pytest.mark.parametrize(("batch", "sizes"), [(100, {1}), (96, {1, 2, 3}), (120, {1, 2, 4}), (64, {1, 2, 4})])
-def test_no_micro_batch_is_tried_that_adds_empty_rows(batch: int, sizes: set[int]) -> None:
-    assert {size for size in modes_and_sizes(request(gpus=16, global_batch=batch)).sizes if size <= 4} == sizes
+@pytest.mark.parametrize(
+    ("batch", "sizes", "framework"),
+    [
+        (100, (1, 2, 3, 4, 7), "terrazzo"),  # of 7 rows of a rank up to two more are empty
+        (96, (1, 2, 3, 6), "terrazzo"),
+        (64, (1, 2, 4), "terrazzo"),
+        (16 * 67, (1, 2, 3, 4, 5, 7, 10, 14, 17, 34, 67), "terrazzo"),  # prime
+        (16 * 67, (1, 67), "fsdp2"),  # which has no empty rows
+    ],
+)
+def test_micro_batches_leave_few_rows_empty(batch: int, sizes: tuple[int, ...], framework: str) -> None:
+    assert modes_and_sizes(request(gpus=16, global_batch=batch, framework=framework)).sizes == sizes
+
+
+@pytest.mark.parametrize(
+    ("batch", "sequence", "size"),
+    [(8 * 67, 1024, 34), (8 * 1024, 128, 256)],  # two micro-batches, of which one row is empty; above 64
+)
+def test_a_batch_of_prime_rows_and_one_of_many_short_ones_go_in_large_parts(
+    batch: int, sequence: int, size: int
+) -> None:
+    asked = request("gpt2", 8, gpu="a100", sequence=sequence, global_batch=batch)
+    best, named = search(asked).best, search(replace(asked, micro_batch=size)).best
+    assert best is not None and named is not None and named.memory.fits_surely
+    assert best.memory.fits_surely and rate(best) >= (1 - NOISE) * rate(named)
 
 
 def test_what_is_given_is_not_varied() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from terrazzo.engine import Plan
@@ -36,8 +37,10 @@ ranks, so that more stages serve better than groups."""
 
 OFFLOADED = ("zero2@cpu", "zero3@cpu", "zero3@cpu-all", "zero3@nvme", "zero3@nvme-all")
 TRIED_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Sequences per micro-batch that are tried, as far as they fit; of a global batch all up to the last that divide a
-rank's."""
+"""Sequences per micro-batch that are tried, as far as they fit, where no global batch is given."""
+
+LARGEST_SIZE = 4096
+"""Sequences in a micro-batch of a global batch, far above what memory holds."""
 
 LONG_SEQUENCE = 16_384
 """Tokens from which on context parallelism is tried; of shorter sequences where there are fewer than data ranks."""
@@ -146,8 +149,25 @@ def modes_and_sizes(request: Request) -> ModesAndSizes:
         return ModesAndSizes(modes, (request.micro_batch,))
     if not (rows := _rows_of_a_rank(request)):
         return ModesAndSizes(modes, TRIED_SIZES)
-    fitting = (size for size in range(1, TRIED_SIZES[-1] + 1) if rows % size == 0)  # of others some rows are empty
-    return ModesAndSizes(modes, tuple(fitting))
+    sizes = _sizes_of(rows)
+    if request.runs_in.name != "terrazzo":  # which alone fills up a batch with empty rows
+        sizes = tuple(size for size in sizes if rows % size == 0)
+    return ModesAndSizes(modes, sizes)
+
+
+@cache
+def _sizes_of(rows: int) -> tuple[int, ...]:
+    """Micro-batches that so many rows of a rank are cut into: about two up to each power of two, each the one that
+    leaves the fewest empty rows, and of these the largest.
+    """
+    best: dict[tuple[int, bool], tuple[int, int]] = {}
+    for size in range(1, min(rows, LARGEST_SIZE) + 1):
+        count, power = -(-rows // size), (size - 1).bit_length()
+        if size > -(-rows // count):  # a smaller one makes as many micro-batches
+            continue
+        upper_half = 4 * size > 3 << power
+        best[power, upper_half] = min(best.get((power, upper_half), (count * size, -size)), (count * size, -size))
+    return tuple(sorted(-size for _, size in best.values()))
 
 
 def _rows_of_a_rank(request: Request) -> int:

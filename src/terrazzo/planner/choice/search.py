@@ -173,9 +173,10 @@ class _Tried:
             estimate = assemble(setup, memory, self.calibration, known)
             self.fitting.append(estimate)
             largest, sure = size, sure if memory.fits_surely is False else size
-            if tokens_per_s(estimate) < rate:
+            full = tokens_per_s(estimate) * setup.rows / setup.global_batch  # a larger one may leave fewer rows empty
+            if full < rate:
                 break
-            rate = tokens_per_s(estimate)
+            rate = full
         return sure
 
     def _refuse(
