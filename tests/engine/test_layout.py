@@ -15,7 +15,7 @@ AXES = st.lists(st.integers(1, 5), max_size=3)
 
 
 def _layout(shapes: list[tuple[int, ...]], shards: int) -> Layout:
-    return Layout([((f"p{i}",), shape) for i, shape in enumerate(shapes)], shards)
+    return Layout.of([((f"p{i}",), shape) for i, shape in enumerate(shapes)], shards)
 
 
 def _positions(sizes: list[int]) -> list[list[tuple[int, int]]]:
@@ -77,7 +77,7 @@ def test_slots_and_gaps_cover_every_element_once(shapes: list[tuple[int, ...]], 
 
 
 def test_a_worked_example() -> None:
-    layout = Layout([(("a",), (3, 5)), (("b", "tied"), ()), (("c",), (0, 4)), (("d",), (65,))], shards=3)
+    layout = Layout.of([(("a",), (3, 5)), (("b", "tied"), ()), (("c",), (0, 4)), (("d",), (65,))], shards=3)
     assert [slot.offset for slot in layout.slots] == [0, 64, 128, 128]
     assert [slot.numel for slot in layout.slots] == [15, 1, 0, 65]
     assert layout.slots[1].name == "b"

@@ -73,14 +73,14 @@ def an_update_is_lost(patch: pytest.MonkeyPatch) -> None:
 def a_tied_weight_is_untied(patch: pytest.MonkeyPatch) -> None:
     partition = prepare.partition
 
-    def untied(model: nn.Module, names: Sequence[str]) -> Any:
+    def untied(model: nn.Module, names: Sequence[str], *tied_ranks: Any) -> Any:
         seen = set()
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if parameter in seen:
                     setattr(module, name, nn.Parameter(parameter.detach().clone()))
                 seen.add(parameter)
-        return partition(model, names)
+        return partition(model, names, *tied_ranks)
 
     patch.setattr(prepare, "partition", untied)
 

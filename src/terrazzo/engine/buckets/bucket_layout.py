@@ -52,7 +52,7 @@ class BucketLayout:
         """
         axes, first = sharding.axes, members[0].parameter
         align = sharding.precision.align(packed, sharding.diloco)
-        layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(sharding.ranks), align)
+        layout = Layout.of([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(sharding.ranks), align)
         spec = BucketSpec(
             full_numel=layout.numel,
             plan=sharding.plan,

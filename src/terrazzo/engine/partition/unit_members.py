@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,32 +14,43 @@ from terrazzo.engine.partition.box import Box, Record, record_of
 
 __all__ = ["Member", "UnitSpec", "parameters_by_names", "partition"]
 
+TiedRanks = Callable[[Sequence[str]], tuple[int, ...]]
+
 
 @dataclass
 class Member:
     """One parameter: every name it has, where it is registered, and what steps it.
 
+    All is known when it is made, but two fields change:
+
+        field      when                                           by
+        parameter  values come in the place of a meta one,        `replace`, of `InitialValues.draw`
+                   or this rank's part in the place of the whole
+        group      an optimizer is put on it                      `assign_groups`
+                   its optimizer is gone                          `Drivers.drop_gone`
+
     Attributes:
+        kinds: classes of the modules that have it, in the order of its names.
+        registered: the dictionaries of parameters in which it stands, by attribute; not the modules, which may hold the
+            model itself.
         position: among the parameters of the model, in the order of registration.
         is_table: of an embedding, which is looked up before all that is registered after it.
         is_matrix: the weight of one linear layer, which no other module has.
         record: this rank's part of it, where ranks share it; None for an ordinary parameter.
         group: number of its param group among those of all optimizers of the model; -1 for none.
         tied_ranks: the ranks along the axis of stages that have it, where several do; () for one that no stages share.
-        holders: modules and attributes, until its values are there; they may hold the model itself.
-        registered: the dictionaries of parameters in which it stands from then on, by attribute.
     """
 
     names: tuple[str, ...]
     parameter: nn.Parameter
-    holders: tuple[tuple[nn.Module, str], ...]
+    kinds: tuple[type[nn.Module], ...]
+    registered: tuple[tuple[dict[str, Any], str], ...]
     position: int
     is_table: bool
-    is_matrix: bool = False
-    record: Record | None = None
+    is_matrix: bool
+    record: Record | None
+    tied_ranks: tuple[int, ...]
     group: int = -1
-    tied_ranks: tuple[int, ...] = ()
-    registered: tuple[tuple[dict[str, Any], str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -73,11 +84,6 @@ class Member:
         """Shape of the whole parameter, of which this rank may have a part."""
         return self.box.shape
 
-    def register(self) -> None:
-        """Keep the places where modules register it, and let go of the modules: the model may be one of them."""
-        self.registered = tuple((module._parameters, attribute) for module, attribute in self.holders)
-        self.holders = ()
-
     def replace(self, parameter: nn.Parameter) -> None:
         """Have another parameter in its place, under all its names."""
         self.parameter = parameter
@@ -109,16 +115,19 @@ class UnitSpec:
     forward_only: bool
 
 
-def partition(model: nn.Module, unit_names: Sequence[str]) -> list[UnitSpec]:
+def partition(model: nn.Module, unit_names: Sequence[str], tied_ranks: TiedRanks | None = None) -> list[UnitSpec]:
     """Assign each parameter to the innermost unit that encloses every module holding it; the root takes the rest.
 
     A parameter tied across units thus goes to their lowest common ancestor that is a unit. Units left without
     parameters are dropped, but not those whose parameters other ranks have.
+
+    Args:
+        tied_ranks: of a parameter's names, `Member.tied_ranks`; None for a model without stages.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     owned: dict[str, list[Member]] = {name: [] for name in ["", *unit_names]}
     with absent_in_place(model) as elsewhere:  # the parameters of other ranks, and whether each has no values yet
-        for member in _members(model, modules):
+        for member in _members(model, modules, tied_ranks or _untied):
             owned[_owner([name.rpartition(".")[0] for name in member.names], owned)].append(member)
     forward_only = _forward_only(owned)
     return [
@@ -143,16 +152,29 @@ def _forward_only(owned: Mapping[str, Sequence[Member]]) -> set[str]:
     return {name for name, members in owned.items() if name not in around and all(m.position < first for m in members)}
 
 
-def _members(model: nn.Module, modules: dict[str, nn.Module]) -> list[Member]:
+def _untied(names: Sequence[str]) -> tuple[int, ...]:
+    return ()
+
+
+def _members(model: nn.Module, modules: dict[str, nn.Module], tied_ranks: TiedRanks) -> list[Member]:
     members = []
     for position, (names, parameter) in enumerate(_by_names(model).items()):
         paths = [name.rpartition(".") for name in names]
         holders = tuple((modules[path], attribute) for path, _, attribute in paths)
-        record = next(filter(None, (record_of(*holder) for holder in holders)), None)
-        is_table = isinstance(holders[0][0], nn.Embedding)
         (module, attribute), *others = holders
-        is_matrix = isinstance(module, nn.Linear) and attribute == "weight" and not others
-        members.append(Member(names, parameter, holders, position, is_table, is_matrix, record))
+        members.append(
+            Member(
+                names,
+                parameter,
+                kinds=tuple(type(each) for each, _ in holders),
+                registered=tuple((each._parameters, attribute) for each, attribute in holders),
+                position=position,
+                is_table=isinstance(module, nn.Embedding),
+                is_matrix=isinstance(module, nn.Linear) and attribute == "weight" and not others,
+                record=next(filter(None, (record_of(*holder) for holder in holders)), None),
+                tied_ranks=tied_ranks(names),
+            )
+        )
     return members
 
 

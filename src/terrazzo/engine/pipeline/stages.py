@@ -52,7 +52,12 @@ class Stages(ABC):
 
     @abstractmethod
     def holders(self, names: Sequence[str]) -> tuple[int, ...]:
-        """The ranks, in order, that have a parameter of these names; several where their stages share it."""
+        """The ranks, in order, that have a parameter of these names."""
+
+    def tied_ranks(self, names: Sequence[str]) -> tuple[int, ...]:
+        """`holders` where their stages share the parameter, else none."""
+        holders = self.holders(names)
+        return holders if len(holders) > 1 else ()
 
     @abstractmethod
     def runs(self, module: str) -> bool:

@@ -116,29 +116,36 @@ class Slot:
         return Range(self.offset, self.offset + round_up(self.numel, self.align))
 
 
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """A flat index space holding `parameters` in the order given.
-
-    Args:
-        parameters: (names, shape) of each parameter; several names mean tied parameters.
-        shards: how many equal shards the space must divide into.
-        align: parameters and shards begin on multiples of so many elements.
+    """A flat index space: parameters in an order, or the bytes of blocks.
 
     Attributes:
+        slots: the parameters; none in a space of bytes.
+        numel: how many elements it has, with the padding.
         blocks: the format of which the elements of this space are bytes; None where they are elements of parameters.
     """
 
+    slots: tuple[Slot, ...]
+    numel: int
     blocks: BlockFormat | None = None
 
-    def __init__(
-        self, parameters: Iterable[tuple[tuple[str, ...], tuple[int, ...]]], shards: int, align: int = ALIGN
-    ) -> None:
+    @classmethod
+    def of(
+        cls, parameters: Iterable[tuple[tuple[str, ...], tuple[int, ...]]], shards: int, align: int = ALIGN
+    ) -> Layout:
+        """Lay out `parameters` in the order given.
+
+        Args:
+            parameters: (names, shape) of each; several names mean tied parameters.
+            shards: how many equal shards the space must divide into.
+            align: parameters and shards begin on multiples of so many elements.
+        """
         slots, offset = [], 0
         for names, shape in parameters:
             slots.append(Slot(names, tuple(shape), offset, align))
             offset += round_up(math.prod(shape), align)
-        self.slots = tuple(slots)
-        self.numel = round_up(offset, align * shards)
+        return cls(tuple(slots), round_up(offset, align * shards))
 
     @property
     def whole(self) -> Range:
@@ -146,9 +153,7 @@ class Layout:
 
     def as_bytes(self, blocks: BlockFormat) -> Layout:
         """Space of the bytes of its blocks."""
-        made = Layout((), 1)
-        made.numel, made.blocks = blocks.size_bytes(self.numel), blocks
-        return made
+        return Layout((), blocks.size_bytes(self.numel), blocks)
 
     @cached_property
     def gaps(self) -> list[Range]:

@@ -69,30 +69,24 @@ class InitialValues:
         Returns:
             The new parameters; equal on all ranks that have the same of them.
         """
-        touched: dict[int, nn.Module] = {}
-        fresh: list[tuple[Member, nn.Parameter, str]] = []
-        for member in [*spec.members, *spec.drawn]:
-            meta, holders = member.parameter, member.holders
-            member.register()
-            if not meta.is_meta:
-                continue
+        fresh = [(member, member.parameter) for member in (*spec.members, *spec.drawn) if member.parameter.is_meta]
+        for member, meta in fresh:
             _replace(member, _unset(torch.empty(member.shape, dtype=meta.dtype, device="meta"), self._axes.device))
-            fresh.append((member, meta, type(holders[0][0]).__name__))
-            touched |= {id(module): module for module, _ in holders}
-        order = {id(module): index for index, module in enumerate(spec.module.modules())}
-        for module in sorted(touched.values(), key=lambda module: order.get(id(module), len(order))):
-            with readable(module):
-                self._initialize(module, {member.parameter for member, _, _ in fresh})
+        touched = {id(parameters) for member, _ in fresh for parameters, _ in member.registered}
+        for module in spec.module.modules():  # the unit is around all that have one of its parameters
+            if id(module._parameters) in touched:
+                with readable(module):
+                    self._initialize(module, {member.parameter for member, _ in fresh})
         own = fresh[: len(fresh) - len(spec.drawn)]
         for parameters, attribute in (each for member in spec.drawn for each in member.registered):
             parameters[attribute] = None
-        synchronize([member.parameter for member, _, _ in own], self._axes, self._axes.within_stage)
-        self._forgotten += [(member.name, kind) for member, _, kind in own if _is_unset(member.parameter)]
-        for member, _, _ in own:
+        synchronize([member.parameter for member, _ in own], self._axes, self._axes.within_stage)
+        self._forgotten += [(each.name, each.kinds[0].__name__) for each, _ in own if _is_unset(each.parameter)]
+        for member, _ in own:
             if member.record is not None:
                 _replace(member, member.record.box.of(member.parameter.detach()))
-        self.made |= {meta: member.parameter for member, meta, _ in own}
-        return {member.parameter for member, _, _ in own}
+        self.made |= {meta: member.parameter for member, meta in own}
+        return {member.parameter for member, _ in own}
 
     def finish(self) -> None:
         """Initialise modules that have buffers alone, and bring all buffers to the device. Collective.

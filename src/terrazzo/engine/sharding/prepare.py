@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -176,22 +176,13 @@ def _read_arguments(
     check_dtypes(model, precision)
     check_max_norm(model, axes)
     names, why_units = find_units(model, options.units)
-    drawn = partition(model, names)
-    for spec in drawn:
-        _note_ties(model, spec.members)
+    stages = stages_of(model)
+    drawn = partition(model, names, None if stages is None else stages.tied_ranks)
     specs = [spec for spec in drawn if spec.members]
     check_initializable(model)
     check_hooks((member for spec in specs for member in spec.members), precision)
     built = _build_optimizers(model, optimizer, specs, axes.device)
     return _ShardArguments(plan, precision, specs, drawn, why_units, built, bool(offloading_of(model)))
-
-
-def _note_ties(model: nn.Module, members: Iterable[Member]) -> None:
-    """Note on each member with which other ranks along `pp` this one shares it."""
-    if (stages := stages_of(model)) is not None:
-        for member in members:
-            holders = stages.holders(member.names)
-            member.tied_ranks = holders if len(holders) > 1 else ()
 
 
 def _lay_out(

@@ -31,8 +31,7 @@ def links_of(model: nn.Module, engine: Engine, stages: PipelineStages) -> StageL
     if links is None:
         axes = engine.axes
         along, count = axes.along(axes.stage_axis[0]), len(stages.bounds)
-        holders = [stages.holders(names) for names in parameters_by_names(model)]
-        sharing = sorted({ranks for ranks in holders if len(ranks) > 1})
+        sharing = sorted({*map(stages.tied_ranks, parameters_by_names(model))} - {()})
         messages = Messages(along, count, axes.device, sharing)
         links = _LINKS.leave(model, StageLinks(messages, Failures(axes, count)))
     return links

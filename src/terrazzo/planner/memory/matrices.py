@@ -128,7 +128,7 @@ class SizedBucket:
         dealt = _DEALT if bucket.dealt > 1 else ""
         ranks = {f"{dealt}{axis}": each for axis, each in bucket.ranks.items()}
         parts = [((str(index),), bucket.part(each)) for index, each in enumerate(bucket.tensors)]
-        layout = Layout(parts, math.prod(each.size for each in ranks.values()), bucket.align)
+        layout = Layout.of(parts, math.prod(each.size for each in ranks.values()), bucket.align)
         optim_axes = tuple(f"{dealt}{axis}" for axis in bucket.optim_axes)
         return cls(
             SizedSpec(bucket.precision, bucket.updated_off_device, optim_axes, ranks, layout.numel),

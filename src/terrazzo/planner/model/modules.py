@@ -123,7 +123,7 @@ class _Guide:
         if same is not None and same.shape == shape:
             return self._told(member, replace(same, trainable=member.trainable))
         role = self._role(member, shape)
-        of_head = any(_is_head(module, self.vocab) for module, _ in member.holders)
+        of_head = _is_head(member, self.vocab)
         split = "vocab" if of_head else _split(name, role, bool(unit))
         of_key_heads = _KEY_HEADS.search(name) is not None
         return self._told(member, TensorShape(name, shape, role, split, member.trainable, of_key_heads=of_key_heads))
@@ -265,25 +265,26 @@ def _attribute(config: Any, size: str) -> int:
 
 
 def _embeds(member: Member) -> bool:
-    return any(isinstance(module, nn.Embedding) for module, _ in member.holders)
+    return any(issubclass(kind, nn.Embedding) for kind in member.kinds)
 
 
 def _convolves(member: Member) -> bool:
-    return any(isinstance(module, _CONVOLUTIONS) for module, _ in member.holders)
+    return any(issubclass(kind, _CONVOLUTIONS) for kind in member.kinds)
 
 
-def _is_head(module: nn.Module, vocab: int) -> bool:
-    return isinstance(module, nn.Linear) and module.out_features == vocab
+def _is_head(member: Member, vocab: int) -> bool:
+    """Whether it is of a linear layer with one output for each token of the vocabulary."""
+    return member.shape[:1] == (vocab,) and any(issubclass(kind, nn.Linear) for kind in member.kinds)
 
 
 def _head(members: Sequence[Member], vocab: int) -> Member | None:
     """The last matrix that gives one number per token of the vocabulary and embeds none."""
-    heads = [m for m in members if not _embeds(m) and any(_is_head(holder, vocab) for holder, _ in m.holders)]
+    heads = [member for member in members if not _embeds(member) and _is_head(member, vocab)]
     return next((member for member in reversed(heads) if member.parameter.dim() == 2), None)
 
 
 def _tied(members: Sequence[Member], vocab: int) -> bool:
-    return any(_is_head(module, vocab) for member in members if _embeds(member) for module, _ in member.holders)
+    return any(_embeds(member) and _is_head(member, vocab) for member in members)
 
 
 def _says_tied(config: Any) -> bool:
