@@ -83,7 +83,6 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     states.state_names                          names in checkpoints of what several ranks have their own of
     sharding.shared_parts_checks                whether a model was divided for a mesh
     consensus.joint_checks                      what ranks are told alike, or refuse as one
-    consensus.first_difference                  the first value that differs, and who has it
     consensus.equal_values                      tensors that all ranks have alike before a model is cut
     buckets.parameters.gradient_hooks           whose hooks are on a weight, and what replaces one
     buckets.parameters.note                     what the engine has noted on a weight
