@@ -25,6 +25,7 @@ from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.sharding.mesh_checks import check_kind, check_mesh
 from terrazzo.engine.sharding.settings_checks import check_graphs, check_precision
+from terrazzo.engine.unit_forwards.layered_forward import layers_of
 from tests.engine.toys import Net, adamw, assert_equal, batch, full_parameters, loss_of, on_ranks, sharded, train
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
@@ -398,6 +399,17 @@ def test_activations_are_checkpointed_before_sharding() -> None:
         model, _ = tz.shard(Net(), None)
         with pytest.raises(tz.Misuse, match=r"after tz\.shard: call it before"):
             checkpoint_activations(model, "full")
+
+
+def test_layers_of_units_stand_alike_in_whatever_order_they_came() -> None:
+    """Copies to the host around the compiled graph, and recomputation in it."""
+    one, other = Net(), Net()
+    checkpoint_activations(one, "full", offload=True)
+    for model in (one, other):
+        compile_units(model, backend="eager")
+    checkpoint_activations(other, "full", offload=True)
+    found = [[type(layer).__name__ for layer in layers_of(model.blocks[0])] for model in (one, other)]
+    assert found == [["_Recomputed", "_Compiled", "_Offloaded"]] * 2
 
 
 def test_units_are_compiled_all_or_not_at_all() -> None:

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from terrazzo.engine import checkpoint_activations
 from terrazzo.engine.offload.activations.moved_tensors import Route
+from terrazzo.engine.unit_forwards.activation_checkpointing import offloading_of
 
 WIDTH, DEPTH, ROWS = 96, 4, 64
 
@@ -82,7 +83,6 @@ def offloaded(base: Model, mode: str = "full", **options: Any) -> Model:
     for parameter, original in zip(model.parameters(), base.parameters(), strict=True):
         parameter.requires_grad_(original.requires_grad)
     checkpoint_activations(model, mode, units=options.pop("units", [Block]), offload=True, **options)
-    model.offloading = model.blocks[0].forward.offloading
     return model
 
 
@@ -98,7 +98,7 @@ def trains_alike(base: Model, use: Use, **options: Any) -> Model:
 
 def lent_bytes(model: Any) -> int:
     """Host memory that tensors are in now."""
-    pools = [route.pool for route in model.offloading.routes.values()]
+    pools = [route.pool for offloading in offloading_of(model) for route in offloading.routes.values()]
     idle = [arena.size_bytes for pool in pools for arena, _ in (*pool.returned, *pool._idle)]
     return sum(pool.total_bytes for pool in pools) - sum(idle)
 

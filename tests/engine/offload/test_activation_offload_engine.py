@@ -19,6 +19,7 @@ from terrazzo.engine.offload.activations import moved_tensors, offloaded_activat
 from terrazzo.engine.offload.activations.host_pool import HostPool
 from terrazzo.engine.offload.activations.moved_tensors import Copy, Route
 from terrazzo.engine.runtime.device import Stream
+from terrazzo.engine.unit_forwards.activation_checkpointing import offloading_of
 from tests.engine.offload.moving import DEPTH, Block, Logged, Model, gradients, loss, once, same_bits, trains_alike
 from tests.engine.toys import EVERY_PLAN, Net, adamw, batch, loss_of, mesh_for, on_ranks, sharded, train
 from tests.helpers.cover import places
@@ -65,7 +66,8 @@ def two_accumulated_steps(model: Any, optimizer: Any, rank: int) -> list[float]:
 
 
 def moved_bytes(model: Any) -> int:
-    return sum(route.pool.total_bytes for route in model.blocks[0].forward.offloading.routes.values())
+    (offloading,) = offloading_of(model)
+    return sum(route.pool.total_bytes for route in offloading.routes.values())
 
 
 @pytest.mark.cover(strength=1, turns=2, plan=places)

@@ -19,7 +19,6 @@ from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
 from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh
-from terrazzo.engine.offload.activations.offloaded_activations import offloading_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer, check_zeros
 from terrazzo.engine.optim.stock.param_groups import assign_groups
@@ -65,6 +64,7 @@ from terrazzo.engine.sharding.shared_parts_checks import (
     check_sequences,
     check_stages,
 )
+from terrazzo.engine.unit_forwards.activation_checkpointing import offloading_of
 from terrazzo.errors import BadInput
 from terrazzo.given_numbers import is_count
 

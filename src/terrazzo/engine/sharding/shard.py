@@ -27,7 +27,6 @@ from terrazzo.engine.interception.measuring.measured import let_measure
 from terrazzo.engine.interception.sharded_module import make_sharded_module
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.offload.activations.offloaded_activations import offloading_of
 from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.store import Store
@@ -46,6 +45,7 @@ from terrazzo.engine.sharding.attach import put_on
 from terrazzo.engine.sharding.initial_values import InitialValues
 from terrazzo.engine.sharding.prepare import OptimizerLike, Options, Prepared, prepare
 from terrazzo.engine.sharding.shared_parts_checks import exchanged_along
+from terrazzo.engine.unit_forwards.activation_checkpointing import offloading_of
 from terrazzo.messages import listed, warn
 from terrazzo.processes.system import boot_id
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +14,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from terrazzo.engine.offload.activations.offloaded_activations import OffloadedActivations
 from terrazzo.engine.partition.unit_choice import Units
-from terrazzo.engine.unit_forwards.layered_forward import Forward, LayeredForward, surround, unit_modules
+from terrazzo.engine.unit_forwards.layered_forward import Forward, Layer, LayerRing, layers_of, surround, unit_modules
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.given_numbers import is_count
 from terrazzo.marks import is_sharded
 from terrazzo.messages import did_you_mean
 from terrazzo.words import CHECKPOINT_MODES
 
-__all__ = ["checkpoint_activations"]
+__all__ = ["checkpoint_activations", "offloading_of"]
 
 
 SAVED_OPS = (
@@ -90,30 +92,60 @@ def checkpoint_activations(
         context = _selective_context(SAVED_OPS if ops is None else ops)
     elif mode == "selective_half":
         context = _half_context
-    offloading = OffloadedActivations() if offload else None
+    layers = [_Recomputed(context, offload), *([_Offloaded(OffloadedActivations())] if offload else [])]
     modules = unit_modules(model, units, "checkpoint_activations")[::every]
-    if twice := next((module for module in modules if _is_checkpointed(module)), None):
+    if twice := next((module for module in modules if _is_recomputed(module)), None):
         raise BadInput(
             f"checkpoint_activations came to a {type(twice).__name__} that is checkpointed already, and would run it "
             "three times. Call it once for each unit: leave this call out, or name other units in one of the two."
         )
     for module in modules:
-        surround(module, functools.partial(_checkpointed, context, offload))
-        if offloading is not None:
-            surround(module, offloading)
+        surround(module, *layers)
 
 
-def _is_checkpointed(module: nn.Module) -> bool:
-    layers = module.forward.layers if isinstance(module.forward, LayeredForward) else ()
-    return any(isinstance(layer, functools.partial) and layer.func is _checkpointed for layer in layers)
+def offloading_of(model: nn.Module) -> set[OffloadedActivations]:
+    """What takes inputs of a model's units to the host: one for each `checkpoint_activations` with an offload."""
+    layers = (layer for module in model.modules() for layer in layers_of(module))
+    return {layer.activations for layer in layers if isinstance(layer, _Offloaded)}
+
+
+@dataclass(frozen=True, eq=False)
+class _Offloaded(Layer):
+    """What units keep of their inputs is kept in host memory. A copy of the model has calls of its own."""
+
+    ring: ClassVar[LayerRing] = LayerRing.OFFLOADED
+    activations: OffloadedActivations
+
+    def __call__(self, forward: Forward) -> Forward:
+        return self.activations.around(forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Offloaded:
+        return _Offloaded(copy.deepcopy(self.activations, memo))
+
+
+@dataclass(frozen=True, eq=False)
+class _Recomputed(Layer):
+    """Units run again in backward.
+
+    Attributes:
+        context: makes the contexts of a forward and of its repetition, which say what is kept; None keeps nothing.
+        keeps_keywords: let autograd keep tensors given by keyword, like the others; torch would hold them itself.
+    """
+
+    ring: ClassVar[LayerRing] = LayerRing.RECOMPUTED
+    context: Callable[[], Any] | None
+    keeps_keywords: bool
+
+    def __call__(self, forward: Forward) -> Forward:
+        return _checkpointed(self.context, self.keeps_keywords, forward)
+
+
+def _is_recomputed(module: nn.Module) -> bool:
+    return any(layer.ring is LayerRing.RECOMPUTED for layer in layers_of(module))
 
 
 def _checkpointed(context: Callable[[], Any] | None, keeps_keywords: bool, forward: Forward) -> Forward:
-    """`forward`, run again in backward.
-
-    Args:
-        keeps_keywords: let autograd keep tensors given by keyword, like the others; torch would hold them itself.
-    """
+    """`forward`, run again in backward; arguments as of `_Recomputed`."""
     options: dict[str, Any] = {"use_reentrant": False}
     if context is not None:
         options["context_fn"] = context

@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import copy
+import enum
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from terrazzo.engine.offload.activations.offloaded_activations import OffloadedActivations
 from terrazzo.engine.partition.unit_choice import Units, find_units
 from terrazzo.errors import BadInput
 
-__all__ = ["Forward", "Layer", "LayeredForward", "surround", "unit_modules"]
+__all__ = ["Forward", "Layer", "LayerRing", "LayeredForward", "layers_of", "surround", "unit_modules"]
 
 Forward = Callable[..., Any]
-Layer = Callable[[Forward], Forward]
+
+
+class LayerRing(enum.IntEnum):
+    """Where layers stand around a forward, from the innermost, whichever came first."""
+
+    RECOMPUTED = enum.auto()
+    COMPILED = enum.auto()
+    OFFLOADED = enum.auto()  # copies to the host stay out of compiled graphs
+
+
+class Layer(ABC):
+    """What is put around forwards of units. A deep copy of a module has the same one, unless it says otherwise."""
+
+    ring: ClassVar[LayerRing]
+
+    @abstractmethod
+    def __call__(self, forward: Forward) -> Forward:
+        """The forward with this layer around it: a function, so that the compiler sees the same code for all units."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
 
 class LayeredForward:
@@ -27,13 +48,13 @@ class LayeredForward:
 
     Args:
         inner: a bound method, or what somebody else has put in its place.
-        layers: from the innermost; each makes a function of a forward.
+        layers: in any order; of one ring, from the innermost.
     """
 
-    def __init__(self, inner: Forward, layers: Sequence[Layer]) -> None:
-        run = inner
+    def __init__(self, inner: Forward, layers: Iterable[Layer]) -> None:
+        run, layers = inner, tuple(sorted(layers, key=lambda layer: layer.ring))
         for layer in layers:
-            run = layer(run)  # of functions, so that the compiler sees the same code for all units
+            run = layer(run)
         functools.update_wrapper(self, run)
         self.inner, self.layers, self._run = inner, layers, run  # last: what somebody has put there may have an 'inner'
 
@@ -44,13 +65,19 @@ class LayeredForward:
         return LayeredForward(copy.deepcopy(self.inner, memo), copy.deepcopy(self.layers, memo))
 
 
-def surround(module: nn.Module, layer: Layer) -> None:
-    """Put a layer around a module's forward, but inside of offloading: copies stay out of compiled graphs."""
+def surround(module: nn.Module, *layers: Layer) -> None:
+    """Put layers around a module's forward, each on its ring."""
     forward: Any = module.forward
-    inner, layers = (forward.inner, forward.layers) if isinstance(forward, LayeredForward) else (forward, ())
-    is_offloaded = bool(layers) and isinstance(layers[-1], OffloadedActivations)
-    after = len(layers) - 1 if is_offloaded else len(layers)
-    module.forward = LayeredForward(inner, (*layers[:after], layer, *layers[after:]))
+    inner, before = (forward.inner, forward.layers) if isinstance(forward, LayeredForward) else (forward, ())
+    module.forward = LayeredForward(inner, (*before, *layers))
+
+
+def layers_of(module: nn.Module) -> tuple[Layer, ...]:
+    """The layers around a module's forward, from the innermost; also where somebody has wrapped it since."""
+    forward: Any = module.forward
+    while forward is not None and not isinstance(forward, LayeredForward):
+        forward = getattr(forward, "__wrapped__", None)
+    return () if forward is None else forward.layers
 
 
 def unit_modules(model: nn.Module, units: Units | None, asked: str) -> list[nn.Module]:

@@ -18,7 +18,7 @@ again comes after what is read from it. On a CPU the same copies are made at the
 
     host_pool              host memory that is lent to tensors, and comes back
     moved_tensors          the way between a device and host memory, and a tensor that has gone it
-    offloaded_activations  the layer around units' forwards
+    offloaded_activations  what is put around units' forwards for it
 
 Read them in that order.
 """

@@ -1,4 +1,4 @@
-"""The layer around a unit's forward that keeps its inputs in host memory, and what autograd holds in their place."""
+"""What keeps the inputs of units' forwards in host memory, and what autograd holds in their place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from terrazzo.engine.autograd.saved_weights import others_watch
@@ -17,7 +17,7 @@ from terrazzo.engine.offload.activations.moved_tensors import Moved, Route
 from terrazzo.engine.runtime.device import KINDS
 from terrazzo.errors import Misuse
 
-__all__ = ["SMALLEST_BYTES", "OffloadedActivations", "offloading_of"]
+__all__ = ["SMALLEST_BYTES", "OffloadedActivations"]
 
 SMALLEST_BYTES = 16 << 10
 """Tensors of fewer bytes stay: starting the copies would take longer than their memory is worth."""
@@ -27,7 +27,7 @@ _ALIGNMENT_BYTES = 16
 
 
 class OffloadedActivations:
-    """A layer around the forwards of one model's units: what they keep of their inputs is kept in host memory.
+    """Of one model's units: what their forwards keep of their inputs is kept in host memory.
 
     Units may be called any number of times, in any number of forwards, before a backward.
 
@@ -48,7 +48,7 @@ class OffloadedActivations:
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedActivations:
         return OffloadedActivations(self.pin)  # a copy of the model has calls of its own
 
-    def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward`, with what it keeps of its inputs in host memory.
 
         Inside a checkpointed region around the unit nothing is moved: the region keeps its own inputs, and runs this
@@ -61,7 +61,6 @@ class OffloadedActivations:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return run(*args, **kwargs)
 
-        wrapped.offloading = self  # type: ignore[attr-defined]
         return wrapped
 
     def _run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -99,12 +98,6 @@ class OffloadedActivations:
                 self.routes[way] = Route(*way)
             moved = self._shared[key] = Moved(tensor, self.routes[way])
         return moved
-
-
-def offloading_of(model: nn.Module) -> set[OffloadedActivations]:
-    """Layers that take inputs of a model's units to the host: one for each `checkpoint_activations` with an offload."""
-    offloads = (getattr(module.forward, "offloading", None) for module in model.modules())
-    return {each for each in offloads if each is not None}
 
 
 class Call:
