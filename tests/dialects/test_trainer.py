@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import terrazzo as tz
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.formats.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS, FSDP_VERSION_1
@@ -30,6 +32,7 @@ from tests.dialects.peers import (
 )
 
 transformers = pytest.importorskip("transformers", reason="TrainingArguments are the oracle: pip install transformers")
+trainer_optimizer = pytest.importorskip("transformers.trainer_optimizer")
 
 FSDP = {"output_dir": "out", "fsdp": True}
 ZERO = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
@@ -787,7 +790,7 @@ def test_lags_are_those_of_hugging_faces_schedules(kind: str) -> None:
     assert shares[steps - 2 + end] > 1e-3
     became = {each.key: each for each in converted("trainer", "terrazzo", fields).verdicts}
     assert (became["warmup_steps"].kind, became["lr_scheduler_type"].kind) == ("lossy", "lossy")
-    assert "1/5 of the peak here; there the rate is zero for 1 step" in became["warmup_steps"].why
+    assert "1/5 of the peak here, and there the rate is zero for 1 step" in became["warmup_steps"].why
 
 
 def test_weight_decay_says_what_it_is_for() -> None:
@@ -798,6 +801,61 @@ def test_weight_decay_says_what_it_is_for() -> None:
     fields = {"output_dir": "x", "weight_decay": 0.1}
     assert "decay" not in converted("trainer", "terrazzo", fields).document["optimizer"]
     across = {path.key: path.why for path in converted("trainer", "deepspeed", fields).unsaid}
-    assert across["optimizer.decay"] == "DeepSpeed has all for optimizer.decay, not matrices"
+    asked = "in DeepSpeed all parameters have weight decay; asked was: norms and biases have no weight decay"
+    assert across["optimizer.decay"] == asked
     unasked = {path.key for path in converted("trainer", "deepspeed", {"output_dir": "x"}).unsaid}
     assert "optimizer.decay" not in unasked
+
+
+@pytest.mark.parametrize("given", [{}, {"adam_beta1": 0.8, "adam_beta2": 0.97}])
+@pytest.mark.parametrize(("word", "name"), [("lion_32bit", "Lion"), ("ademamix", "AdEMAMix")])
+def test_optimizers_of_bitsandbytes_are_given_what_ours_are(
+    word: str, name: str, given: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers itself says what it would hand to bitsandbytes, of which the classes alone are stubs."""
+    stub = types.ModuleType("bitsandbytes.optim")
+    for each in ("AdamW", "Lion", "RMSprop", "AdEMAMix"):
+        setattr(stub, each, type(each, (), {}))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", types.ModuleType("bitsandbytes"))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", stub)
+    monkeypatch.setattr(trainer_optimizer, "is_bitsandbytes_available", lambda: True)
+    args = types.SimpleNamespace(**{"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, **given}, optim=word)
+    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    context = types.SimpleNamespace(args=args, adam_kwargs=adam, optim_args={}, optimizer_kwargs={})
+    kind, theirs = trainer_optimizer._get_bitsandbytes_optimizer(context)
+    conversion = converted("trainer", "terrazzo", {"optim": word, "output_dir": "x", **given})
+    ours = conversion.document["optimizer"]
+    assert (kind.__name__, ours["name"]) == (name, name)
+    chosen = getattr(tz.optim, name)([torch.nn.Parameter(torch.zeros(1))], **ours.get("options", {})).defaults
+    for key in ("betas", "eps", "alpha"):
+        mine = tuple(chosen[key]) if key == "betas" else chosen.get(key)
+        assert mine == theirs.get(key), key
+    told = {each.key: each.kind for each in (*conversion.verdicts, *conversion.unsaid)}
+    assert told["optim"] == "renamed" and {"lossy", "refused"}.isdisjoint(told[key] for key in given)
+    assert not any(key.startswith("optimizer.") and key != "optimizer.decay" for key in told)
+    back = converted("terrazzo", "trainer", conversion.document)
+    assert back.document["optim"] == word
+    assert {key: back.document[key] for key in given} == given
+    assert not any(
+        each.key.startswith("optimizer") and each.kind in ("lossy", "refused")
+        for each in (*back.verdicts, *back.unsaid)
+    )
+
+
+def test_what_our_own_optimizers_say_beyond_theirs_is_not_lost() -> None:
+    document = {"optimizer": {"name": "AdEMAMix", "options": {"betas": [0.9, 0.99, 0.999], "alpha": 3.0}}}
+    conversion = converted("terrazzo", "trainer", document)
+    (told,) = (each for each in conversion.verdicts if each.key.startswith("optimizer.options"))
+    assert (told.kind, conversion.document["adam_beta2"]) == ("lossy", 0.99)
+    assert "betas, alpha" in told.why
+    lion = verdicts("trainer", {"optim": "lion_32bit", "adam_epsilon": 1e-6})["adam_epsilon"]
+    assert (lion.kind, "Lion does not read it" in lion.why) == ("refused", True)
+
+
+def test_a_share_of_warm_up_is_rounded_up_as_transformers_rounds_it() -> None:
+    fields = {"per_device_train_batch_size": 1, "warmup_steps": 0.014, "max_steps": 300, "optim": "adamw_torch"}
+    fields["lr_scheduler_type"] = "constant_with_warmup"
+    theirs = transformers.TrainingArguments(output_dir="x", warmup_steps=0.014).get_warmup_steps(300)
+    assert theirs == 5  # 4.2 steps
+    for name in ("terrazzo", "torchtitan", "deepspeed"):
+        assert converted("trainer", name, fields).after.value("schedule.warmup_steps") == theirs, name

@@ -100,12 +100,13 @@ class Draft:
         self._mark(paths, "applied", key, why, holds=holds and bool(why))
 
     def does(self, path: str, value: Any) -> None:
-        """The target has no key for it, and does it in a way of its own, which may be what is asked for."""
+        """The target has no key for it, and does it in one of `_WAYS`, which may be what is asked for."""
         asked = self.description[path].value
         if has_no_effect(self.description, path) or same_value(path, asked, value):
             self.implied(path)
         else:
-            self.lossy(path, f"{self.library} has {as_text(value)} for {path}, not {as_text(asked)}")
+            ways = _WAYS[path]
+            self.lossy(path, f"in {self.library} {ways[value]}; asked was: {ways.get(asked, as_text(asked))}")
 
     def lossy(self, paths: str | Iterable[str], why: str, key: str = "") -> None:
         self._mark(paths, "lossy", key, why)
@@ -164,3 +165,29 @@ class Draft:
 
 def _listed(words: Mapping[Any, Any]) -> str:
     return f"it has {', '.join(str(word) for word in dict.fromkeys(words))}"
+
+
+_WAYS: Mapping[str, Mapping[Any, str]] = {
+    "optimizer.decay": {
+        "all": "all parameters have weight decay",
+        "matrices": "norms and biases have no weight decay",
+    },
+    "training.loss_mean": {
+        "tokens": "a step's loss is the mean of its tokens",
+        "rank_tokens": "a step's loss is the mean of its ranks' means",
+        "micro_batches": "a step's loss is the mean of its micro-batches' means",
+    },
+    "training.nonfinite": {
+        "go_on": "a step that is not finite is learnt from",
+        "stop": "a step that is not finite ends the run",
+        "skip": "a step that is not finite is left out",
+        "rollback": "a step that is not finite is gone back from, to a checkpoint",
+    },
+    "schedule.decay_shape": {
+        "linear": "the final decay is a line",
+        "cosine": "the final decay is a cosine",
+        "sqrt": "the final decay is 1 - √t",
+        "exponential": "the final decay is 2^(1-t) - 1",
+    },
+}
+"""What libraries do by themselves, in words by path and value."""

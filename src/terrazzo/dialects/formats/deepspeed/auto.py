@@ -6,12 +6,12 @@ it is reported, never guessed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.formats.shared.schedule_words import warmup_steps
 
 __all__ = ["AUTO", "LITERAL", "Auto", "resolve"]
 
@@ -101,7 +101,7 @@ def _warmup(context: ReadingContext) -> Any:
     steps, total = _trainer(context, "warmup_steps"), _length(context)
     if steps is None or (0 < steps < 1 and not total):
         return None
-    return max(1, math.ceil(total * steps) if 0 < steps < 1 else int(steps))
+    return max(1, warmup_steps(steps, total) if 0 < steps < 1 else int(steps))
 
 
 def _clip(context: ReadingContext) -> Any:

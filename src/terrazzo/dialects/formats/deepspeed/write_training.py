@@ -18,6 +18,7 @@ from terrazzo.dialects.formats.deepspeed.keys import (
     WARMUP_LAG,
 )
 from terrazzo.dialects.formats.shared.deepspeed_words import BY_PARAMETER
+from terrazzo.dialects.formats.shared.schedule_words import warmup_steps, write_lags
 from terrazzo.documents.dotted_keys import join
 
 __all__ = ["write_batch", "write_optimizer", "write_schedule", "write_training"]
@@ -137,13 +138,13 @@ def _warm_up(draft: DeepSpeedDraft) -> int:
     share: float | None = draft.value("schedule.warmup_fraction")
     if share and total:
         draft.implied("schedule.warmup_fraction", "in steps", f"{_SCHEDULE}.warmup_num_steps")
-        return round(share * total)
+        return warmup_steps(share, total)
     return int(draft.value("schedule.warmup_steps", 0))
 
 
 def _arguments(draft: DeepSpeedDraft, kind: str, warm_up: int) -> None:
     known = SCHEDULER_PARAMS[kind]
-    draft.does("schedule.decay_lag", DECAY_LAGS.get(kind, 0))
+    write_lags(draft, WARMUP_LAG if "warmup_num_steps" in known else None, DECAY_LAGS.get(kind, 0))
     if "warmup_num_steps" in known:
         _warm(draft, warm_up)
     if "total_num_steps" in known:
@@ -161,7 +162,6 @@ def _arguments(draft: DeepSpeedDraft, kind: str, warm_up: int) -> None:
 def _warm(draft: DeepSpeedDraft, steps: int) -> None:
     """Write the warm-up, which takes 2 steps at least."""
     key, path, lag = f"{_SCHEDULE}.warmup_num_steps", "schedule.warmup_steps", "schedule.warmup_lag"
-    draft.does(lag, WARMUP_LAG)
     if steps < 2:
         draft.put((path, lag), key, 1, "DeepSpeed warms up over 2 steps at least", "lossy")
     else:

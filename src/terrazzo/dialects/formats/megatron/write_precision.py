@@ -40,9 +40,17 @@ def _weights(draft: Draft, kind: str) -> None:
             same = "they have the dtype of products" if name == "buffers" else ""
             draft.implied(path, same if value == always else "beside masters in fp32 it is a copy: the same numbers")
         else:
-            draft.lossy(path, f"it is {always}")
+            draft.lossy(path, f"{_WORDS[name]} {always} there")
     if draft.value("precision.autocast"):
         draft.lossy("precision.autocast", f"every operator computes in {kind}; autocast keeps some in fp32")
+
+
+_WORDS = {
+    "weight": "weights rest in",
+    "buffers": "buffers are",
+    "saved": "weights are saved in",
+    "output": "what the model returns is",
+}
 
 
 def _gradients(draft: Draft, kind: str) -> None:

@@ -17,6 +17,7 @@ from terrazzo.dialects.formats.megatron.keys import (
     OWNER_OF_BETAS,
     SCALES,
 )
+from terrazzo.dialects.formats.shared.schedule_words import write_lags
 
 __all__ = ["write_training"]
 
@@ -128,8 +129,7 @@ def _schedule(draft: Draft) -> None:
     elif name is not None:
         draft.option("schedule.name", "lr-decay-style")
     _lowest(draft, name)
-    draft.does("schedule.warmup_lag", 1)
-    draft.does("schedule.decay_lag", 1)
+    write_lags(draft, 1, 1)
 
 
 def _final_decay(draft: Draft, steps: int | None) -> None:

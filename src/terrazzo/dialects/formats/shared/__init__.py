@@ -3,6 +3,7 @@
 plan_rows         rows of the table for libraries that lack some: the nearest row, and two axes that are one
 launcher          how many ranks on how many machines: in keys, or as the launcher is told
 class_defaults    what an optimizer's class takes where nothing is said
+schedule_words    a warm-up in steps, and what it means that rates lag behind
 tiers             what offload asks for, to a library with one tier for each state
 fsdp_words        torch's names of dtypes and strategies, units, meshes and offload
 fsdp_policy       mixed precision as torch's two policies have it

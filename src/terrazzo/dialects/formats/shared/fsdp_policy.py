@@ -123,16 +123,18 @@ def _third(draft: Draft, policy: Policy, master: str) -> None:
     """Buffers and outputs: one of the two can be said, the other is what the library does."""
     third, name = policy.third
     key = f"{policy.section}.{name}"
+    loaded = {LOADED: "the dtype in which the model is loaded"}
     for state, natural in (("buffers", LOADED), ("output", draft.value("precision.compute"))):
         path, value = f"precision.{state}", draft.value(f"precision.{state}", natural)
+        kept = loaded.get(natural, natural)
         if value in (natural, LOADED):
-            draft.implied(path, f"{draft.library} leaves it in {natural}" if state == "output" else "")
+            draft.implied(path, f"{draft.library} leaves it in {kept}" if state == "output" else "")
         elif state == third and value in TORCH_NAMES:
             draft.put(path, key, TORCH_NAMES[value])
         elif state == "buffers" and value == master:
             draft.implied(path, f"they keep the dtype in which the model is loaded: {master}, as the masters do")
         else:
-            draft.lossy(path, f"{draft.library} leaves {state} in {natural}: cast them in the model")
+            draft.lossy(path, f"{draft.library} leaves {state} in {kept}: cast them in the model")
 
 
 def _stored(draft: Draft, master: str) -> None:

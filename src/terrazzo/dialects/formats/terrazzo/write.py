@@ -9,10 +9,10 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, degrees, ranks_left, ranks_needed
 from terrazzo.dialects.formats.shared.fsdp_words import bare_classes
 from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
+from terrazzo.dialects.formats.shared.schedule_words import warmup_steps, write_lags
 from terrazzo.dialects.formats.terrazzo.optimizer_arguments import OPTIMIZERS, arguments
 from terrazzo.dialects.formats.terrazzo.terrazzo_draft import TerrazzoDraft
 from terrazzo.dialects.formats.terrazzo.write_precision import write_precision
-from terrazzo.messages import counted
 from terrazzo.words import CHECKPOINT_MODES
 
 __all__ = ["write"]
@@ -252,22 +252,7 @@ def _schedule(draft: TerrazzoDraft) -> None:
         draft.carry("schedule.final_fraction")
     if options := draft.value("schedule.options"):
         draft.lossy("schedule.options", f"Terrazzo's schedules warm up along a line and know no {as_text(options)}")
-    _lags(draft)
-
-
-def _lags(draft: TerrazzoDraft) -> None:
-    """Where a step's rate is another's: here the first step of warm-up learns, and the last of a run is the lowest."""
-    warmup, decay = (draft.value(f"schedule.{name}_lag", 0) for name in ("warmup", "decay"))
-    draft.does("schedule.warmup_lag", 0)
-    draft.does("schedule.decay_lag", 0)
-    if warmup and not has_no_effect(draft.description, "schedule.warmup_lag"):
-        steps = draft.document.get("schedule", {}).get("warmup_steps")
-        part = f"1/{steps} of the peak" if steps else "a step's part of the peak"
-        why = f"the first step has {part} here; there the rate is zero for {counted(warmup, 'step')}"
-        draft.lossy("schedule.warmup_lag", why)
-    if decay and not has_no_effect(draft.description, "schedule.decay_lag"):
-        why = f"the rate is at its lowest at the last step here, and there {counted(decay, 'step')} behind it"
-        draft.lossy("schedule.decay_lag", why)
+    write_lags(draft, 0, 0)
 
 
 def _warmup(draft: TerrazzoDraft) -> None:
@@ -279,7 +264,9 @@ def _warmup(draft: TerrazzoDraft) -> None:
         draft.carry("schedule.warmup_steps")
     share = draft.value("schedule.warmup_fraction")
     if share and total:
-        draft.put("schedule.warmup_fraction", "schedule.warmup_steps", round(share * total), "in steps", holds=True)
+        draft.put(
+            "schedule.warmup_fraction", "schedule.warmup_steps", warmup_steps(share, total), "in steps", holds=True
+        )
     elif share:
         draft.lossy("schedule.warmup_fraction", "the length of the run is not known: set schedule.warmup_steps")
 

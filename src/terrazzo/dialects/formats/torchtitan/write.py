@@ -7,6 +7,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left, ranks_needed
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, write_offload
+from terrazzo.dialects.formats.shared.schedule_words import warmup_steps, write_lags
 from terrazzo.dialects.formats.torchtitan.keys import DECAY_SHAPES, KEYS, LOCAL_BATCH, PIPELINED_BATCH
 from terrazzo.dialects.formats.torchtitan.write_plan import TAKEN_AXES, write_plan
 
@@ -198,8 +199,7 @@ def _optimizer(draft: Draft) -> None:
 
 
 def _schedule(draft: Draft) -> None:
-    draft.does("schedule.warmup_lag", 0)
-    draft.does("schedule.decay_lag", 1)
+    write_lags(draft, 0, 1)
     name, total, ratio = draft.value("schedule.name"), draft.value("schedule.total_steps"), "lr_scheduler.decay_ratio"
     if name in ("linear", "cosine"):
         draft.option("schedule.name", _DECAY_TYPE)
@@ -226,7 +226,7 @@ def _warmup(draft: Draft) -> None:
         draft.value("schedule.total_steps"),
     )
     if share and total:
-        draft.put("schedule.warmup_fraction", key, round(share * total), "in steps", holds=True)
+        draft.put("schedule.warmup_fraction", key, warmup_steps(share, total), "in steps", holds=True)
     elif share:
         draft.lossy("schedule.warmup_fraction", "the length of the run is not known: set lr_scheduler.warmup_steps")
     if not share:

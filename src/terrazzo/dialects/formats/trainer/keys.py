@@ -11,6 +11,7 @@ from terrazzo.dialects.formats.shared.fsdp_words import VERSION
 __all__ = [
     "ALIASES",
     "AT_ONCE",
+    "BETA3",
     "DECAY_SHAPES",
     "DISTRIBUTED",
     "EIGHT_BITS",
@@ -34,12 +35,16 @@ OPTIMIZERS = {
     "sgd": "SGD",
     "adagrad": "Adagrad",
     "rmsprop": "RMSprop",
+    "lion_32bit": "Lion",
+    "ademamix": "AdEMAMix",
 }
-"""torch.optim's class by the Trainer's word."""
+"""Class of torch.optim, or of tz.optim, by the Trainer's word."""
+BETA3 = 0.9999
+"""AdEMAMix's decay of the slow average, where optim_args say none."""
 EIGHT_BITS = {"adamw_8bit": "AdamW", "adamw_bnb_8bit": "AdamW", "adamw_torch_8bit": "AdamW", "lion_8bit": "Lion"}
 """Classes whose states are in 8 bits by it: of bitsandbytes, or of torchao."""
 _OTHERS = (
-    *("adafactor", "adamw_anyprecision", "adamw_torch_4bit", "ademamix", "ademamix_8bit", "lion_32bit"),
+    *("adafactor", "adamw_anyprecision", "adamw_torch_4bit", "ademamix_8bit"),
     *("paged_adamw_32bit", "paged_adamw_8bit"),
     *("paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb"),
     *("rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor"),

@@ -10,7 +10,7 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingOrigin, SettingsByPath
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import derived, only_from_file
-from terrazzo.dialects.formats.trainer.keys import DECAY_SHAPES, FIELDS
+from terrazzo.dialects.formats.trainer.keys import BETA3, DECAY_SHAPES, FIELDS
 from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader
 from terrazzo.messages import did_you_mean
 
@@ -35,24 +35,30 @@ def _batch(reader: TrainerReader) -> SettingsByPath:
 
 def _optimizer(reader: TrainerReader) -> SettingsByPath:
     name = reader.take("optim")
-    settings = {
+    settings: SettingsByPath = {
         "optimizer.name": name,
         "optimizer.lr": reader.take("learning_rate"),
         "optimizer.weight_decay": reader.take("weight_decay"),
         "optimizer.decay": Setting("matrices", "default"),
     }
-    if name.value in ("SGD", "Adagrad", "RMSprop"):
-        for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-            if key in reader.flat:
-                reader.refuse(key, f"it is Adam's; {name.value} does not read it: remove it")
+    plain = name.value in ("SGD", "Adagrad", "RMSprop")
+    for key in _OF_ADAM if plain else ("adam_epsilon",) if name.value == "Lion" else ():
+        if key in reader.flat:
+            reader.refuse(key, f"it is Adam's; {name.value} does not read it: remove it")
+    if plain:
         return settings
     first, second = (reader.take(f"adam_beta{each}") for each in (1, 2))
     origin: SettingOrigin = "file" if "file" in (first.origin, second.origin) else "default"
-    return {
-        **settings,
-        "optimizer.betas": derived((first.value, second.value), first, second, origin=origin),
-        "optimizer.eps": reader.take("adam_epsilon"),
-    }
+    betas = derived((first.value, second.value), first, second, origin=origin)
+    if name.value != "Lion":
+        settings["optimizer.eps"] = reader.take("adam_epsilon")
+    if name.value != "AdEMAMix":
+        return {**settings, "optimizer.betas": betas}
+    three = {"optimizer.options": replace(betas, value={"betas": [*betas.value, BETA3]})}
+    return {**settings, **only_from_file(three)}
+
+
+_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 # -- schedule ------------------------------------------------------------------------------------------------------

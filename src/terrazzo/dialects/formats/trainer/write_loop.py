@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.formats.trainer.keys import DECAY_SHAPES, EIGHT_BITS, FIELDS, OPTIMIZERS, OWN_SCHEDULES
+from terrazzo.dialects.formats.shared.schedule_words import write_lags
+from terrazzo.dialects.formats.trainer.keys import BETA3, DECAY_SHAPES, EIGHT_BITS, FIELDS, OPTIMIZERS, OWN_SCHEDULES
 
 __all__ = ["write_loop", "write_schedule"]
 
@@ -61,13 +62,14 @@ def _batch(draft: Draft) -> None:
 
 
 def _betas(draft: Draft) -> None:
-    setting = draft.setting("optimizer.betas")
-    if setting.value is None:
-        return
-    draft.implied("optimizer.betas")
-    for key, value in zip(("adam_beta1", "adam_beta2"), setting.value, strict=True):
+    path, three = "optimizer.betas", draft.value("optimizer.options", {}).get("betas")
+    if draft.value("optimizer.name") == "AdEMAMix" and three:
+        path = "optimizer.options"
+    setting, values = draft.setting(path), three if path == "optimizer.options" else draft.value(path)
+    draft.implied(path)
+    for key, value in zip(("adam_beta1", "adam_beta2"), values or (), strict=False):
         if setting.keys or value != FIELDS[key].default:
-            draft.put("optimizer.betas", key, value)
+            draft.put(path, key, value)
 
 
 def _warmup(draft: Draft) -> None:
@@ -98,9 +100,11 @@ def _optimizer(draft: Draft) -> None:
     options = {
         key: value for key, value in draft.value("optimizer.options", {}).items() if key not in ("fused", "foreach")
     }
+    if name == "AdEMAMix" and options.get("betas", (BETA3,))[-1] == BETA3:
+        options.pop("betas", None)
     if options:
         draft.lossy("optimizer.options", f"no field for {', '.join(options)}: pass your own optimizer")
-    else:
+    elif not draft.has_verdict("optimizer.options"):
         draft.implied("optimizer.options", "how a step is computed, not what")
 
 
@@ -112,8 +116,7 @@ def write_schedule(draft: Draft) -> None:
     name, final = draft.value("schedule.name"), draft.value("schedule.final_fraction", 0.0)
     paths = ("schedule.name", "schedule.final_fraction")
     kind, options = "lr_scheduler_type", "lr_scheduler_kwargs"
-    draft.does("schedule.warmup_lag", 1)
-    draft.does("schedule.decay_lag", 1)
+    write_lags(draft, 1, 1)
     if name == "constant":
         warm = draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_fraction")
         draft.put(paths, kind, "constant_with_warmup" if warm else "constant")
