@@ -128,6 +128,14 @@ def test_a_search_that_finds_nothing_says_what_a_wider_one_finds() -> None:
     assert all(edit.estimate.memory.fits for edit in found.edits)
 
 
+def test_a_loss_without_all_logits_is_offered_to_a_search_as_to_a_plan() -> None:
+    """16,384 tokens of 128,256 logits of 12 bytes each are 23.5 GiB beside 18.4 of states of 1.24 B parameters."""
+    asked = Request("llama3.2-1b", 1, gpu="a100-40gb", sequence=16384, parallel=True)
+    edit = next(edit for edit in ask(asked).best.edits if edit.options == "--loss chunked")
+    assert edit.estimate.memory.fits and edit.estimate.setup.loss == "chunked"
+    assert ask(replace(asked, loss="chunked")).best.memory.fits
+
+
 def test_what_fits_has_neither_blocker_nor_edits() -> None:
     found = ask(replace(H100, checkpointing="full")).best
     assert not found.edits

@@ -13,20 +13,12 @@ from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.messages import did_you_mean
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.edits import (
-    Changed,
-    also,
-    edits_that_fit,
-    first_that_fits,
-    narrower_names,
-    no_edit,
-    on_more_gpus,
-)
+from terrazzo.planner.choice.edits import edits_that_fit, no_edit, wider_edits
 from terrazzo.planner.choice.fewest import min_gpus
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.report.answer import Answer
-from terrazzo.planner.report.estimates import Edit, Estimate
+from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.frontier import Frontier
 from terrazzo.planner.report.sizing import Sizing
 from terrazzo.planner.setup.assumptions import assumptions
@@ -95,7 +87,8 @@ def compare(request: Request) -> Frontier:
     found = search(request, _calibration_of(request))
     if found.closest is None:
         return found
-    return replace(found, closest=replace(found.closest, edits=_wider(request, found.closest)))
+    edits = wider_edits(request, found.closest, lambda changed: search(changed, _calibration_of(changed)).best)
+    return replace(found, closest=replace(found.closest, edits=edits))
 
 
 def plan(
@@ -153,28 +146,6 @@ def _one(request: Request) -> Estimate:
         return replace(only, notes=notes)
     edits = edits_that_fit(request, only, lambda changed: _estimate_here(build_setup(changed)))
     return replace(only, edits=edits, notes=notes if edits else (no_edit(only.setup), *notes))
-
-
-def _wider(request: Request, best: Estimate) -> tuple[Edit, ...]:
-    """What a search that finds nothing finds with offload, more kinds of parallelism, fewer bits, more GPUs; and with
-    more of these kinds on more GPUs, where on none it surely fits otherwise.
-    """
-
-    def found(*changes: Changed[Request]) -> list[Edit]:
-        return first_that_fits(changes, best, lambda changed: search(changed, _calibration_of(changed)).best)
-
-    here, edits = Changed("", request), list[Edit]()
-    if not request.offload and request.plan is None:
-        edits += found(also(here, "--offload any", offload=True))
-    parallel = [] if request.parallel else [also(here, "--parallel", parallel=True)]
-    edits += found(*parallel)
-    edits += found(*(also(here, precision=name) for name in narrower_names(best.setup)))
-    if isinstance(request.gpus, int):
-        larger = found(*on_more_gpus(here, best.setup))
-        if not any(edit.estimate.memory.fits_surely for edit in larger):
-            larger += found(*(change for each in parallel for change in on_more_gpus(each, best.setup)))
-        edits += larger
-    return tuple(edits)
 
 
 def _estimate_here(setup: Setup) -> Estimate:

@@ -22,14 +22,12 @@ from terrazzo.planner.setup.setup import Setup
 __all__ = [
     "Changed",
     "Kinds",
-    "also",
     "best_edits",
     "edits_that_fit",
-    "first_that_fits",
     "narrower_names",
     "no_edit",
-    "on_more_gpus",
     "parted_axes",
+    "wider_edits",
 ]
 
 T = TypeVar("T")
@@ -62,6 +60,30 @@ def edits_that_fit(request: Request, misfit: Estimate, estimate: Callable[[Reque
     here, setup = Changed("", request), misfit.setup
     kinds = Kinds(_alone(here, setup), _together(here, setup), _narrower(here, setup), _larger(here, setup))
     return best_edits(kinds, misfit, estimate)
+
+
+def wider_edits(request: Request, best: Estimate, found: Callable[[Request], Estimate | None]) -> tuple[Edit, ...]:
+    """What a search that finds nothing, and comes nearest with `best`, finds with a loss without all logits, offload,
+    more kinds of parallelism, fewer bits, more GPUs; and with more of these kinds on more GPUs, where on none it surely
+    fits otherwise.
+    """
+    here, setup, edits = Changed("", request), best.setup, list[Edit]()
+    parallel = [] if request.parallel else [also(here, "--parallel", parallel=True)]
+    kinds = [
+        [also(here, loss="chunked")] if setup.model.computes and _has_logits(here, setup) else [],
+        [] if request.offload or request.plan else [also(here, "--offload any", offload=True)],
+        parallel,
+        [also(here, precision=name) for name in narrower_names(setup)],
+    ]
+    for kind in kinds:
+        edits += first_that_fits(kind, best, found)
+    if isinstance(request.gpus, int):
+        larger = first_that_fits(on_more_gpus(here, setup), best, found)
+        if not any(edit.estimate.memory.fits_surely for edit in larger):
+            parted = (change for each in parallel for change in on_more_gpus(each, setup))
+            larger += first_that_fits(parted, best, found)
+        edits += larger
+    return tuple(edits)
 
 
 @dataclass(frozen=True)
