@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +84,13 @@ def test_a_bare_number_of_parameters_gives_the_zero_papers_states_and_traffic() 
 def test_counts_are_read_as_people_write_them(text: str) -> None:
     plans = answer("--params", text, "--gpus", "64")["plans"]
     assert [round(plan["per_rank"]["states_gb"], 1) for plan in plans] == [120.0, 31.4, 16.6, 1.9]
+
+
+def test_a_bare_number_says_whose_bytes_it_counts() -> None:
+    """16 of each parameter, where the default of --model has 18, of which 4 are of a gradient."""
+    plan = ["--params", "1e9", "--world", "2"]
+    assert "12 for optimizer; as in the ZeRO paper. --model assumes" in shown(*plan)
+    assert "ZeRO paper" not in shown(*plan, "--precision", "bf16")
 
 
 def test_states_are_held_against_a_devices_memory() -> None:
@@ -677,6 +686,27 @@ def test_a_printed_command_starts_as_it_stands(tmp_path: Path, monkeypatch: pyte
 def test_plans_for_several_hosts_are_started_on_each() -> None:
     text = shown("--model", "llama3-8b", "--gpu", "h100-sxm", "--gpus", "16", "--strategy", "zero3")
     assert "torchrun --nnodes 2 --nproc-per-node 8 " in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("gpus", "per_node"), [(10, 8), (12, 8), (20, 8), (16, 8), (10, 5), (8, 8), (7, 2)])
+def test_printed_commands_start_the_ranks_that_were_planned(gpus: int, per_node: int) -> None:
+    """On each host torchrun starts as many as its own command says."""
+    model = ["--model", "gpt2", "--gpu", "h100-sxm", "--gpus", str(gpus), "--per-node", str(per_node)]
+    plan = [*model, "--strategy", "zero3", "--seq", "512"]
+    lines = [line for line in shown(*plan).splitlines() if "terrazzo train" in line]
+    told = [tuple(map(int, found)) for found in re.findall(r"--nnodes (\d+) --nproc-per-node (\d+)", "".join(lines))]
+    if gpus <= per_node:
+        assert not told
+        return
+    planned = Counter(rank // per_node for rank in range(gpus))  # host by host, full ones first
+    (hosts,) = {nodes for nodes, _ in told}
+    assert hosts == len(planned)
+    assert len(told) == len(set(planned.values()))
+    each, last = told[0][1], told[-1][1]
+    assert [each] * (hosts - 1) + [last] == list(planned.values())
+    if last != each:
+        assert "on each full host: " in lines[0]
+        assert lines[1].startswith(f"And on the last host, with the other {last}: torchrun ")
 
 
 def test_a_configuration_is_started_with_the_ranks_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,8 @@ def test_the_written_name_of_a_strategy_is_the_one_in_the_error() -> None:
         ("--model llama3-8b --paralel", "--parallel"),
         ("--model llama3-8b -o plan.yaml", "--emit plan.yaml"),
         ("examples/quickstart.yaml --steps 4", "train.steps=4"),
+        ("--model llama3-8b --mesh 2x8", "write --dp-replicate R, --tp T"),
+        ("--model llama3-8b --dp-shard 8", "dp_shard is what these leave of --gpus"),
         ("--model llama3-8b --zzqqxx 4", "`terrazzo plan --help`"),
     ],
 )

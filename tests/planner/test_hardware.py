@@ -189,10 +189,13 @@ def test_a_machine_with_gpus_may_be_planned_for_by_its_cpus(monkeypatch: pytest.
     assert cpus.kind == "cpu"
 
 
-def test_nodes() -> None:
-    assert Cluster(device("H100"), 24).nodes == 3
-    assert Cluster(device("H100"), 1).nodes == 1
-    assert Cluster(Device("any", per_node=4), 9).nodes == 3
+@pytest.mark.parametrize("per_node", [1, 2, 5, 8])
+def test_ranks_fill_host_by_host(per_node: int) -> None:
+    for count in range(1, 41):
+        cluster = Cluster(Device("any", per_node=per_node), count)
+        hosts = Counter(rank // per_node for rank in range(count))
+        assert cluster.nodes == len(hosts)
+        assert (cluster.ranks_per_host, cluster.ranks_of_last_host) == (hosts[0], hosts[len(hosts) - 1])
 
 
 @pytest.mark.skipif(find_spec("hatchling") is None, reason="needs hatchling to build the wheel")

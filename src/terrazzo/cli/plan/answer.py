@@ -224,13 +224,13 @@ def _print(answer: Answer | BareAnswer, source: PlanSource, arguments: PlanArgum
 def _how_to_run(answer: Answer, source: PlanSource, arguments: PlanArguments) -> list[TextBlock]:
     """The commands that run the plan, if this version can."""
     here = answer.best.memory.fits is not False and runnable(answer.best.setup)
-    start = _start(answer.best.setup.cluster)
+    cluster = answer.best.setup.cluster
     if isinstance(source, FromConfig):
         if not here:
             return []
         ranks = _ranks(answer, arguments.gpus, source.config)
         command = shlex.join(["train", str(source.path), *source.overrides, *ranks])
-        return [TextLine(f"\nTo run it: {start} {command}", copied=True)]
+        return _start(cluster, command)
     if not isinstance(source, FromModel) or not (here or arguments.emit):
         return []
     path = arguments.emit or Path("plan.yaml")
@@ -238,11 +238,11 @@ def _how_to_run(answer: Answer, source: PlanSource, arguments: PlanArguments) ->
         left = missing_parts(files_of(answer.best, source.name, path))
     except BadInput:  # a model that `terrazzo train` cannot build
         return []
-    train = " ".join([f"{start} train {shlex.quote(str(path))}", *(f"{key}=..." for key in left)])
+    train = " ".join([f"train {shlex.quote(str(path))}", *(f"{key}=..." for key in left)])
     if arguments.emit is not None:
-        return [TextLine(f"\nwritten: {path}. To run it: {train}", copied=True)]
+        return _start(cluster, train, said=f"written: {path}. ")
     command = shlex.join(["plan", *arguments.question, "--emit", str(path)])
-    return [TextLine(f"\nTo run it: {terrazzo_command()} {command} && {train}", copied=True)]
+    return _start(cluster, train, first=f"{terrazzo_command()} {command} && ")
 
 
 def _ranks(answer: Answer, gpus: str | None, config: Config) -> list[str]:
@@ -253,11 +253,25 @@ def _ranks(answer: Answer, gpus: str | None, config: Config) -> list[str]:
     return [f"launch.ranks={cluster.count}"]
 
 
-def _start(cluster: Cluster) -> str:
-    """The command that starts the ranks: torchrun if there are several hosts."""
+def _start(cluster: Cluster, train: str, *, said: str = "", first: str = "") -> list[TextBlock]:
+    """The commands that start `train` on all ranks: torchrun if there are several hosts, which starts on each as many
+    as it is told there, so that a last host with fewer ranks has a command of its own.
+
+    Args:
+        said, first: what comes before, as text, and in the first command.
+    """
+    each, last = cluster.ranks_per_host, cluster.ranks_of_last_host
     if cluster.nodes == 1:
-        return terrazzo_command()
-    ranks = min(cluster.count, cluster.device.per_node)
+        return [TextLine(f"\n{said}To run it: {first}{terrazzo_command()} {train}", copied=True)]
+    if each == last:
+        return [TextLine(f"\n{said}To run it: {first}{_torchrun(cluster, each)} {train}", copied=True)]
+    return [
+        TextLine(f"\n{said}To run it, on each full host: {first}{_torchrun(cluster, each)} {train}", copied=True),
+        TextLine(f"And on the last host, with the other {last}: {_torchrun(cluster, last)} {train}", copied=True),
+    ]
+
+
+def _torchrun(cluster: Cluster, ranks: int) -> str:
     meeting = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
     return f"torchrun --nnodes {cluster.nodes} --nproc-per-node {ranks} {meeting} -m terrazzo"
 

@@ -40,6 +40,9 @@ OTHER_NAMES = {
 }
 """Other names of an option, from other tools or from habit."""
 
+MESH_NAMES = ("mesh", "device-mesh", "dp-shard", "dp-shard-size", "shard-size", "dp", "data-parallel-size")
+"""What other tools call axes that follow from other options here."""
+
 OTHER_TIERS = {
     name: tier for tier, names in {"cpu": "host memory ram dram", "nvme": "disk ssd drive storage"}.items()
     for name in names.split()
@@ -105,6 +108,8 @@ def answer_plan_option(option: str, value: str, words: list[str]) -> str | None:
         return setting
     if meant is not None:
         return f"write {_usage(meant, value)}: {meant.help}."
+    if name in MESH_NAMES:
+        return "write --dp-replicate R, --tp T, --pp P and --cp C: dp_shard is what these leave of --gpus."
     near = nearest(name, [*_KNOWN, *_OTHERS])
     if not near:
         return "`terrazzo plan --help` lists them all."

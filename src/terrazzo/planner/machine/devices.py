@@ -199,12 +199,17 @@ class Cluster:
 
     @property
     def ranks_per_host(self) -> int:
-        """How many of its ranks share a host."""
+        """How many of its ranks share a host that is full."""
         return min(self.count, self.device.per_node)
 
     @property
     def nodes(self) -> int:
         return -(-self.count // self.device.per_node)
+
+    @property
+    def ranks_of_last_host(self) -> int:
+        """How many are on the last host: fewer where `count` does not fill it."""
+        return self.count - (self.nodes - 1) * self.device.per_node
 
 
 def device(name: str) -> Device:

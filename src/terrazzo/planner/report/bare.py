@@ -67,7 +67,9 @@ class BareAnswer:
         bytes_each = ", ".join(f"{value:g} for {name}" for name, value in report.recipe.items())
         head = f"{count_text(report.parameters)} parameters on {counted(report.world, 'rank')}: model states alone"
         capacity = f", {report.capacity_gib:,.1f} GiB on each" if report.capacity_gib is not None else ""
-        lines = [TextLine(head + capacity, "bold"), TextLine(f"bytes per parameter: {bytes_each}")]
+        zero = "; as in the ZeRO paper. --model assumes --precision bf16, with gradients in fp32"
+        counted_as = zero if self.request.precision == "zero" else ""
+        lines = [TextLine(head + capacity, "bold"), TextLine(f"bytes per parameter: {bytes_each}{counted_as}")]
         columns = [TableColumn("GB of one rank"), *(TableColumn(name, "right", 5) for name in report.recipe)]
         columns += [
             TableColumn("states", "right"),
