@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +21,8 @@ from terrazzo.launch.environment import adopt_slurm
 from terrazzo.launch.machine import cuda_index
 from terrazzo.launch.rank import rendezvous
 from terrazzo.launch.rank.process_group import join
-from terrazzo.launch.rank.rendezvous import meet
+from terrazzo.launch.rank.rendezvous import meet, waiting_is_said
+from tests.helpers import programs
 
 
 @contextmanager
@@ -170,3 +174,31 @@ def test_no_two_ranks_get_one_of_several_devices(monkeypatch: pytest.MonkeyPatch
         cuda_index(4)
     monkeypatch.setattr("terrazzo.engine.runtime.device.count", lambda: 1)
     assert cuda_index(7) == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_for_others_ends_at_a_signal(number: int, port: int, tmp_path: Path) -> None:
+    """It waits in C++, where Python calls no handlers."""
+    (tmp_path / "a.yaml").write_text("launch: {device: cpu}\n")
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    program = programs.Program("-m", "terrazzo", "train", str(tmp_path / "a.yaml"), env={**os.environ, **place})
+    store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+    store.wait(["run"])  # which it sets before it waits
+    time.sleep(0.5)
+    start = time.monotonic()
+    os.kill(program.pid, number)
+    done = program.communicate(20)
+    assert time.monotonic() - start < 2
+    assert (done.returncode, done.stderr) == (128 + number, "Ended before training began: nothing is lost.\n")
+
+
+def test_a_rank_that_waits_says_so(
+    monkeypatch: pytest.MonkeyPatch, port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "_SAY_AFTER_S", 0.1)
+    for local_rank in (0, 1):
+        with waiting_is_said(16, 600.0, local_rank):
+            time.sleep(0.5)
+    said = f"Waiting for the other ranks of 16 at localhost:{port}, up to launch.timeout_s=600.\n"
+    assert capfd.readouterr().err == said

@@ -25,7 +25,6 @@ from terrazzo.launch.launcher_pipe import LauncherPipe
 from terrazzo.launch.machine import ranks_to_start
 from terrazzo.launch.rank.rank_process import RankProcess
 from terrazzo.launch.stopping.notices import Notices
-from terrazzo.launch.stopping.stop_request import StopRequest
 from terrazzo.messages import counted
 from terrazzo.telemetry import FlightRecorder
 from terrazzo.train.model import prepare
@@ -234,7 +233,7 @@ def test_a_rank_alone_is_where_it_was_if_it_has_ended_a_step(
 def test_the_first_step_that_a_rank_ends_is_told_to_its_launcher_once(tmp_path: Path) -> None:
     told, recorded = tmp_path / "told", []
     process = RankProcess(0)
-    rank = _RankOfRun(process, Path(), [], RunCommand(), cast(StopRequest, None), launched=True)
+    rank = _RankOfRun(process, Path(), [], RunCommand(), launched=True)
     recorder = SimpleNamespace(events=SimpleNamespace(step_done=recorded.append))
     step_ended = rank._step_end(cast(FlightRecorder, recorder))
     with told.open("wb") as file:

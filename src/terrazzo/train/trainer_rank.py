@@ -20,7 +20,8 @@ from terrazzo.launch.launcher_pipe import REPORT, Milestone
 from terrazzo.launch.rank.process_group import Ranks, agree_on_config, join
 from terrazzo.launch.rank.rank_process import RankProcess
 from terrazzo.launch.rank.restart_note import refuse_restarts, take_restart_note
-from terrazzo.launch.stopping.notices import say_now
+from terrazzo.launch.stopping.ending_at_once import ended_at_once
+from terrazzo.launch.stopping.notices import ENDED_BEFORE_TRAINING, Notices, say_now
 from terrazzo.launch.stopping.preemption import STAYS_STOPPED, stays_stopped
 from terrazzo.launch.stopping.stop_request import StopRequest
 from terrazzo.telemetry import FlightRecorder
@@ -55,8 +56,8 @@ def train_as_rank(path: Path, overrides: list[str], command: RunCommand | None =
     rank = int(os.environ["RANK"])
     process = RankProcess(rank)
     notices = rank_notices(process.note_interrupted, lambda: load_config(path, overrides), command)
-    stop = StopRequest(notices if rank == 0 and not launched else None)
-    process.run(lambda: _RankOfRun(process, path, overrides, command, stop, launched).train())
+    announced = notices if rank == 0 and not launched else None
+    process.run(lambda: _RankOfRun(process, path, overrides, command, launched).train(announced))
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,18 @@ class _RankOfRun:
     path: Path
     overrides: list[str]
     command: RunCommand
-    stop: StopRequest
     launched: bool
 
-    def train(self) -> int:
-        """Run this rank to its end; returns its exit code. Ranks read a file each: an error in one is raised on all."""
+    def train(self, notices: Notices | None) -> int:
+        """Run this rank to its end; returns its exit code. Ranks read a file each: an error in one is raised on all.
+
+        Args:
+            notices: what to say of a stop, if this rank announces it.
+        """
         restart = take_restart_note()
+        ranks = self._join()
+        stop = StopRequest(notices)
         self.process.reach(Milestone.READY)
-        ranks = join(self._launch_section())
         if stays_stopped():
             return _stay_stopped(ranks)
         flight_recorder = open_flight_recorder(ranks.rank, ranks.world_size)
@@ -90,12 +95,18 @@ class _RankOfRun:
             refuse_restarts(config.launch)
         notes = together(lambda: check(config, ranks.world_size), TerrazzoError)
         with open_session(config, ranks, notes, restart, lambda: self._claim_folders(config)) as session:
-            self._announce_steps(session)
+            self._announce_steps(session, stop)
             with _looked_after(session, flight_recorder):
-                code = TrainingLoop(session, self.stop, self.command, self._step_end(flight_recorder)).run()
-        self.process.asked = self.stop.requested  # of others alone, such as those of a machine that is taken away
+                code = TrainingLoop(session, stop, self.command, self._step_end(flight_recorder)).run()
+        self.process.asked = stop.requested  # of others alone, such as those of a machine that is taken away
         dist.destroy_process_group()
         return code
+
+    def _join(self) -> Ranks:
+        """Join the others. Until they have come there is nothing to lose, and a signal ends this process."""
+        says = not self.launched and os.environ.get("LOCAL_RANK") == "0"  # else the launcher does, or a neighbour
+        with ended_at_once(ENDED_BEFORE_TRAINING if says else None):
+            return join(self._launch_section())
 
     def _config(self) -> Config:
         return load_config(self.path, self.overrides)
@@ -112,11 +123,11 @@ class _RankOfRun:
         on_first(lambda: forget_exit(config.log.folder), BadInput)
         self.process.note_end_in(config.log.folder, lambda: None)
 
-    def _announce_steps(self, session: Session) -> None:
+    def _announce_steps(self, session: Session, stop: StopRequest) -> None:
         """The run is set up: tell whoever started this rank, and note its end with the step from now on."""
         self.process.note_end_in(session.config.log.folder, lambda: session.step)
         self.process.reach(Milestone.TRAINING)
-        self.stop.trains = True
+        stop.trains = True
 
     def _step_end(self, flight_recorder: FlightRecorder) -> Callable[[int], None]:
         """A function to call after each step: records it, and tells whoever started this rank of the first one."""

@@ -17,7 +17,7 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json
 from terrazzo.launch import environment, machine
-from terrazzo.launch.rank.rendezvous import meet
+from terrazzo.launch.rank.rendezvous import meet, waiting_is_said
 from terrazzo.messages import listed, of_ranks
 
 __all__ = ["Ranks", "agree_on_config", "agree_on_data", "join"]
@@ -57,7 +57,8 @@ def join(launch: LaunchConfig) -> Ranks:
     if devices.is_cuda(device):
         device = torch.device("cuda", machine.cuda_index(local_rank))
         devices.set_current(device)
-    store = meet(rank, world_size, launch.timeout_s)
+    with waiting_is_said(world_size, launch.timeout_s, local_rank):
+        store = meet(rank, world_size, launch.timeout_s)
     timeout = timedelta(seconds=launch.timeout_s)
     backend = devices.backend_for(device.type)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -18,14 +21,32 @@ import torch.distributed as dist
 
 from terrazzo.errors import BadInput
 from terrazzo.messages import listed, of_ranks
+from terrazzo.processes.standard_streams import say_on_stderr
 
-__all__ = ["meet"]
+__all__ = ["meet", "waiting_is_said"]
 
 _GRACE = timedelta(seconds=10)
 """Extra time for messages that are sent at the end of the timeout."""
 _LOOK_AGAIN_S = 1.0
+_SAY_AFTER_S = 10.0
+"""How long a rank waits without a word."""
 _OTHERS_ARE_NEAR_S = 5.0
 """For so long after a rank that was told another WORLD_SIZE the rest is waited for, to be told of it."""
+
+
+@contextmanager
+def waiting_is_said(world_size: int, timeout_s: float, local_rank: int) -> Iterator[None]:
+    """The first rank of each machine says on stderr, once, that it has waited in this context for some seconds."""
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    text = f"Waiting for the other ranks of {world_size} at {address}, up to launch.timeout_s={timeout_s:g}."
+    timer = threading.Timer(_SAY_AFTER_S, say_on_stderr, [text])
+    timer.daemon = True
+    if local_rank == 0 and world_size > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
