@@ -390,7 +390,7 @@ def test_tp_over_hosts_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not any("tp 4" in note for note in check(config, 4))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     (note,) = (note for note in check(config, 4) if "tp 4" in note)
-    assert note.startswith("plan: tp 4 is wider than the 2 ranks that fast links join")
+    assert note.startswith("plan: tp 4 is wider than the 2 ranks that reach each other without the network")
 
 
 def test_a_sum_counts_ranks_that_share_matrices_once() -> None:
