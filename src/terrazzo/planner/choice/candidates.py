@@ -11,10 +11,11 @@ from typing import NamedTuple
 from terrazzo.engine import Plan
 from terrazzo.engine.plan.place import ROWS
 from terrazzo.parallel import MODES, Mode
-from terrazzo.parallel.sharing_rules import computes_windows, shares_heads, shares_key_heads
+from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
 from terrazzo.planner.model.adapters import trained
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.build_setup import CONTEXT, build_cluster, request_of, shape_of
+from terrazzo.planner.setup.checks import shares_all_heads
 from terrazzo.planner.setup.choice_names import TRIED_MODES
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
@@ -207,14 +208,9 @@ def _sizes(named: int | None, largest: int) -> tuple[int, ...]:
 
 def _tensor_sizes(named: int | None, model: ModelShape, near: int) -> tuple[int, ...]:
     """Sizes of tp to try: powers of two up to the ranks that need no network, as far as heads can be shared."""
-    blocks = [unit.block for unit in model.repeated if unit.block]
-    if named is not None or not blocks:
+    if named is not None or not any(unit.block for unit in model.repeated):
         return (named or 1,)
-    return tuple(
-        size
-        for size in _sizes(None, near)
-        if all(shares_heads(block.heads, size) and shares_key_heads(block.kv_heads, size) for block in blocks)
-    )
+    return tuple(size for size in _sizes(None, near) if shares_all_heads(model, size))
 
 
 def _modes(request: Request, model: ModelShape, tp: int, cp: int) -> tuple[Mode, ...]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from terrazzo.messages import counted
 from terrazzo.parallel import Chunks
-from terrazzo.parallel.sharing_rules import shares_experts, shares_heads, shares_key_heads
+from terrazzo.parallel.sharing_rules import shares_experts
 from terrazzo.planner.layout.stages import units_on
 from terrazzo.planner.machine.devices import DRIVE_RATED_BYTES
 from terrazzo.planner.machine.mesh import RankGroup, group_of
 from terrazzo.planner.machine.network import Network
 from terrazzo.planner.memory.tiers import host_writes
+from terrazzo.planner.setup.checks import shares_all_heads
 from terrazzo.planner.setup.kernels import why_unfused
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.timeline import idle_of_equal_stages
@@ -180,9 +181,9 @@ class Facts:
 
     def _may_be(self, axis: str, size: int) -> bool:
         """Whether an axis may have so many ranks, for all that is known of the model."""
-        setup, blocks = self._setup, [unit.block for unit in self._setup.model.repeated if unit.block]
+        setup = self._setup
         if axis == "tp":
-            return all(shares_heads(each.heads, size) and shares_key_heads(each.kv_heads, size) for each in blocks)
+            return shares_all_heads(setup.model, size)
         if axis == "cp":
             return setup.sequence % Chunks(size, setup.balance).count == 0
         if axis == "ep":

@@ -36,7 +36,7 @@ from terrazzo.planner.setup.setup import (
 )
 from terrazzo.words import CheckpointMode
 
-__all__ = ["check", "check_number"]
+__all__ = ["check", "check_number", "shares_all_heads"]
 
 WORDS: Mapping[str, Any] = {
     "attention": AttentionKernel,
@@ -289,3 +289,9 @@ def _check_experts(setup: Setup) -> None:
             f"ep {mesh.ep} takes its ranks from other axes and does not divide theirs: {groups}dp_shard "
             f"{mesh.dp_shard} × cp {mesh.cp}{beside} = {ranks}. Use an ep that divides {ranks}."
         )
+
+
+def shares_all_heads(model: ModelShape, tp: int) -> bool:
+    """Whether ranks along `tp` can share the query and the key heads of each block."""
+    blocks = [unit.block for unit in model.repeated if unit.block is not None]
+    return all(shares_heads(block.heads, tp) and shares_key_heads(block.kv_heads, tp) for block in blocks)
