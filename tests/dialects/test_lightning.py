@@ -300,25 +300,24 @@ def test_callbacks_that_may_change_the_run_are_not_lost(callbacks: Any, kind: st
 def test_a_model_checkpoint_saves_as_often_elsewhere(
     arguments: dict[str, Any], checkpoint: dict[str, Any], lost: str, tmp_path: Path
 ) -> None:
-    """What is kept of it is what Lightning leaves of 7 steps; a last one at the end is Terrazzo's own."""
+    """What is kept of it is what Lightning leaves of 7 steps; the one at the end is Terrazzo's own, and asked for."""
     callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": arguments}
     conversion = converted("lightning", "terrazzo", {"strategy": "ddp", "max_steps": 7, "callbacks": [callback]})
     assert conversion.document["checkpoint"].items() >= checkpoint.items()
     (verdict,) = [each for each in conversion.verdicts if each.key == "callbacks"]
     assert (verdict.kind, lost in verdict.why) == ("lossy" if lost else "renamed", True)
     back = converted("terrazzo", "lightning", conversion.document).document["trainer"]["callbacks"]
-    assert lost or set(saved_steps(back[0]["init_args"], tmp_path / "back")) == set(
-        saved_steps(arguments, tmp_path / "there")
-    )
+    assert lost or set(saved_steps(back, tmp_path / "back")) == {*saved_steps([callback], tmp_path / "there"), 7}
 
 
-def saved_steps(arguments: dict[str, Any], folder: Path) -> list[int]:
+def saved_steps(callbacks: list[dict[str, Any]], folder: Path) -> list[int]:
     """The steps whose checkpoints are there behind a run of 7."""
     lightning = pytest.importorskip("lightning.pytorch")
     boring = pytest.importorskip("lightning.pytorch.demos.boring_classes")
-    callback = lightning.callbacks.ModelCheckpoint(**{**arguments, "dirpath": str(folder)})
+    kind, where = lightning.callbacks.ModelCheckpoint, {"dirpath": str(folder)}
+    savers = [kind(**{**each["init_args"], **where}) for each in callbacks]
     quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
-    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_steps=7, callbacks=[callback], **quiet)
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_steps=7, callbacks=savers, **quiet)
     trainer.fit(boring.BoringModel())
     return sorted(torch.load(path, weights_only=False)["global_step"] for path in folder.glob("*.ckpt"))
 
@@ -335,19 +334,67 @@ def test_a_checkpoint_at_the_end_is_one_of_lightnings(keep: int | None, written:
     assert not [each for each in conversion.unsaid if each.key.startswith("saving.when")]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of Lightning itself
 @pytest.mark.parametrize(
-    ("document", "words"),
+    ("every", "keep", "steps"), [(3, None, [3, 6, 7]), (3, 1, [6, 7]), (7, None, [7]), (9, None, [7])]
+)
+def test_the_end_of_a_run_is_saved_too(every: int, keep: int | None, steps: list[int], tmp_path: Path) -> None:
+    checkpoint = {"every": every, "keep_last": keep, "folder": "ckpt"}
+    document = {"plan": "zero0", "train": {"steps": 7}, "checkpoint": checkpoint}
+    conversion = converted("terrazzo", "lightning", document)
+    told = {each.key: each for each in conversion.verdicts}
+    assert told["checkpoint.every"].kind == told["checkpoint.keep_last"].kind == "renamed"
+    assert ("beside them" in told["checkpoint.keep_last"].why) == (keep == 1)
+    written = conversion.document["trainer"]
+    assert not findings_by_key("lightning", written) and described("lightning", written).value("saving.when") == "steps"
+    assert saved_steps(written["callbacks"], tmp_path) == steps
+
+
+def test_what_lightning_does_not_save_is_told() -> None:
+    def saver(**arguments: Any) -> dict[str, Any]:
+        return {"class_path": "ModelCheckpoint", "init_args": arguments}
+
+    run = {"strategy": "ddp", "max_steps": 7}
+    found = findings_by_key("lightning", {**run, "callbacks": saver(every_n_train_steps=3)})["callbacks"]
+    assert "the last 1 of 7 steps are not saved" in found.text
+    found = findings_by_key("lightning", {**run, "callbacks": saver(every_n_train_steps=9)})["callbacks"]
+    assert "nothing is saved" in found.text
+    for arguments in ({"every_n_train_steps": 9}, {"every_n_epochs": 0}, {"every_n_train_steps": 0}):
+        assert described("lightning", {**run, "callbacks": saver(**arguments)}).value("saving.when") == "never"
+    several = {**run, "callbacks": [saver(every_n_train_steps=3), saver(every_n_train_steps=7, dirpath="elsewhere")]}
+    outcomes = {each.key: each.why for each in converted("lightning", "terrazzo", several).verdicts}
+    assert "several" in outcomes["callbacks"]
+    by_epochs = converted("trainer", "lightning", {"output_dir": "out", "save_steps": 400, "num_train_epochs": 2})
+    told = {each.key: each.why for each in (*by_epochs.verdicts, *by_epochs.unsaid)}
+    assert "at the end of a run none is saved" in told["save_steps"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
     [
-        ({"enable_checkpointing": False, "callbacks": ["ModelCheckpoint"]}, "drop one"),
-        (
-            {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"save_top_k": -2}}]},
-            "expected a whole number",
-        ),
+        ({"save_top_k": -2}, "expected a whole number"),
+        ({"save_top_k": 3}, "without monitor"),
+        ({"save_topk": 3}, "'save_top_k'"),
+        ({"every_n_train_steps": 3, "every_n_epochs": 1}, "every_n_train_steps beside every_n_epochs"),
+        ({"monitor": "loss", "mode": "lowest"}, "one of min, max"),
     ],
 )
-def test_callbacks_that_lightning_raises_on_are_refused(document: dict[str, Any], words: str) -> None:
-    verdict = verdicts("lightning", {"strategy": "ddp", **document})["callbacks"]
+def test_callbacks_that_lightning_raises_on_are_refused(arguments: dict[str, Any], words: str) -> None:
+    callback = {"class_path": "ModelCheckpoint", "init_args": arguments}
+    verdict = verdicts("lightning", {"strategy": "ddp", "callbacks": [callback]})["callbacks"]
     assert verdict.kind == "refused" and words in verdict.why
+    kind = pytest.importorskip("lightning.pytorch.callbacks").ModelCheckpoint
+    with pytest.raises(Exception, match=r"save_top|unexpected|exclusive|mode"):
+        kind(**arguments)
+    switched = {"strategy": "ddp", "enable_checkpointing": False, "callbacks": ["ModelCheckpoint"]}
+    assert "drop one" in verdicts("lightning", switched)["callbacks"].why
+
+
+def test_every_argument_of_a_model_checkpoint_is_known() -> None:
+    kind = pytest.importorskip("lightning.pytorch.callbacks").ModelCheckpoint
+    for name in list(inspect.signature(kind).parameters):
+        callback = {"class_path": "ModelCheckpoint", "init_args": {name: None}}
+        assert verdicts("lightning", {"strategy": "ddp", "callbacks": [callback]})["callbacks"].kind != "refused"
 
 
 def test_a_micro_batch_in_the_configuration_of_deepspeed_is_told_where_it_is() -> None:

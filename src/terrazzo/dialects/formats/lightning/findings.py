@@ -9,6 +9,7 @@ from typing import Any
 from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.formats.lightning.deepspeed_document import configured
 from terrazzo.dialects.formats.lightning.keys import strategy_of
+from terrazzo.dialects.formats.lightning.model_checkpoint import steps_left_out
 from terrazzo.dialects.formats.lightning.precision import GATHERS_NARROW, LAST, WORDS
 from terrazzo.dialects.formats.lightning.read_loop import arguments_of
 from terrazzo.dialects.formats.lightning.read_strategy import passed_on
@@ -24,6 +25,8 @@ def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     prefix = "trainer." if trainer is not document else ""
     values = {**trainer, **{key.removeprefix(prefix): value for key, value in reading.values.items()}}
     kind, arguments = strategy_of(trainer.get("strategy", "auto"))
+    if lost := steps_left_out(trainer):
+        yield Finding.warning(f"{prefix}callbacks", lost)
     if kind == "FSDPStrategy":
         yield from _fsdp(values, prefix)
         if arguments.get("mixed_precision") is None and context.version("lightning", LAST) >= GATHERS_NARROW:
