@@ -412,6 +412,17 @@ def test_layers_of_units_stand_alike_in_whatever_order_they_came() -> None:
     assert found == [["_Recomputed", "_Compiled", "_Offloaded"]] * 2
 
 
+def test_layers_are_found_inside_of_what_has_been_wrapped_and_surrounded_since() -> None:
+    model = Net()
+    checkpoint_activations(model, "full", units=["blocks.0"])
+    wrapped = model.blocks[0].forward
+    model.blocks[0].forward = functools.wraps(wrapped)(lambda *args: wrapped(*args))
+    compile_units(model, backend="eager", units=["blocks.0"])
+    assert [type(layer).__name__ for layer in layers_of(model.blocks[0])] == ["_Recomputed", "_Compiled"]
+    with pytest.raises(tz.BadInput, match="a Block that is checkpointed already"):
+        checkpoint_activations(model, "full")
+
+
 def test_units_are_compiled_all_or_not_at_all() -> None:
     model = Net()
     checkpoint_activations(model, "full", offload=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import re
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +31,8 @@ from tests.engine.toys import (
     plain_loop,
     sharded,
     train,
+    unpickled,
+    without_collector,
 )
 from tests.helpers.cover import places
 
@@ -102,11 +107,14 @@ def test_units_inside_of_a_selectively_checkpointed_one(plan: str, gather: Any) 
     assert losses("selective") == losses("selective", ["mul", "relu"]) == losses("none")
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_a_deep_copy_trains_weights_of_its_own(mode: str) -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled])
+@pytest.mark.parametrize(
+    "options", [{"mode": "full"}, {"mode": "full", "offload": True}, {"mode": "selective"}, {"mode": "selective_half"}]
+)
+def test_a_copy_trains_weights_of_its_own(options: dict[str, Any], copied: Callable[[nn.Module], Any]) -> None:
     original, alone = Net(), Net()
-    checkpoint_activations(original, mode)
-    twin = copy.deepcopy(original)
+    checkpoint_activations(original, **options)
+    twin = copied(original)
     twin.load_state_dict(alone.state_dict())
     with Count(torch.ops.aten.relu) as count:
         loss_of(twin, batch()).backward()
@@ -115,6 +123,29 @@ def test_a_deep_copy_trains_weights_of_its_own(mode: str) -> None:
     for found, wanted in zip(twin.parameters(), alone.parameters(), strict=True):
         assert found.grad is not None and wanted.grad is not None and torch.equal(found.grad, wanted.grad)
     assert all(parameter.grad is None for parameter in original.parameters())
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "selective_half"])
+def test_a_deleted_model_is_freed_at_once(mode: str) -> None:
+    """But not before a backward that runs it again."""
+    model = Net()
+    checkpoint_activations(model, mode, offload=mode == "full")
+    kept, forward, gone = model.embed.weight, model.blocks[0].forward, weakref.ref(model.blocks[0])
+    with without_collector():
+        loss = loss_of(model, batch())
+        del model
+        assert gone() is not None
+        loss.backward()
+        del loss
+        assert gone() is None and kept.grad is not None
+    with pytest.raises(tz.Misuse, match="A forward was called of a module that is gone"):
+        forward(torch.ones(13))
+
+
+def test_a_forward_says_what_it_takes() -> None:
+    model = Net()
+    checkpoint_activations(model, "full")
+    assert inspect.signature(model.blocks[0].forward) == inspect.signature(Net().blocks[0].forward)
 
 
 class Count(TorchDispatchMode):

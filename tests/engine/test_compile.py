@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, compile_units, engine_of
-from tests.engine.toys import Net, adamw, batch, loss_of, sharded, train
+from tests.engine.toys import Net, adamw, batch, loss_of, sharded, train, unpickled, without_collector
 from tests.helpers.cover import mostly_long
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
@@ -116,6 +117,23 @@ def test_a_deep_copy_computes_with_its_own_weights(checkpointing: str) -> None:
     with fake_group(1):
         tz.shard(twin, None, "zero0")
     assert all(unit.compiled is not unit.is_root for unit in engine_of(twin).units)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_deleted_model_is_freed_at_once(checkpointing: str, shards: bool) -> None:
+    model: Any = Net()
+    checkpoint_activations(model, checkpointing)
+    compile_units(model, backend="eager", fullgraph=True)
+    model = unpickled(model)
+    with fake_group(1):
+        if shards:
+            model, _ = tz.shard(model, None, "zero3")
+        gone = [weakref.ref(model), weakref.ref(model.blocks[0])]
+        loss_of(model, batch()).backward()
+        with without_collector():
+            del model
+            assert [each() for each in gone] == [None, None]
 
 
 def test_evaluation_and_training_take_turns() -> None:

@@ -31,6 +31,7 @@ from tests.engine.toys import (
     step,
     train,
     train_alone,
+    without_collector,
 )
 from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
@@ -450,13 +451,9 @@ def test_backwards_that_no_step_uses_leave_nothing_that_holds_the_model() -> Non
         with unused_gradients(engine_of(model)):
             loss_of(model, batch(0, 0)).backward()
         gone = weakref.ref(engine_of(model))
-        gc.collect()
-        gc.disable()
-        try:
+        with without_collector():
             del model, optimizer
             assert gone() is None
-        finally:
-            gc.enable()
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2"])

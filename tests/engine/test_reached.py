@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,19 @@ from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from tests.engine.toys import Block, Net, batch, follows_one_process, loss_of, on_ranks, plain_loop, sharded, step
+from tests.engine.toys import (
+    Block,
+    Net,
+    batch,
+    follows_one_process,
+    loss_of,
+    on_ranks,
+    plain_loop,
+    sharded,
+    step,
+    unpickled,
+    without_collector,
+)
 
 Uses = Callable[["Odd", Tensor], Tensor]
 
@@ -167,6 +180,17 @@ def test_a_deep_copy_registers_a_method_of_its_own() -> None:
     with torch.no_grad():
         twin.weight.zero_()
     assert not twin.encode(torch.ones(3)).any() and encoder.encode(torch.ones(3)).any()
+
+
+def test_a_module_with_a_registered_method_is_freed_at_once() -> None:
+    encoder = Encoder(3, 3)
+    tz.register_forward_method(encoder, "encode")
+    encoder = unpickled(encoder)
+    encoder.encode(torch.ones(3))
+    gone = weakref.ref(encoder)
+    with without_collector():
+        del encoder
+        assert gone() is None
 
 
 def test_a_method_that_is_registered_twice_runs_hooks_once() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.engine.toys import (
     loss_of,
     mesh_for,
     on_ranks,
+    without_collector,
 )
 from tests.helpers.cover import mostly_long
 from tests.helpers.fake import fake_group
@@ -310,16 +310,12 @@ def test_what_is_saved_does_not_hang_on_when_the_collector_comes(kept_by: str, t
         play(model, optimizers, [0], 1)
         if kept_by == "a cycle":
             optimizers[0].itself = optimizers[0]
-        gc.collect()
-        gc.disable()
-        try:
+        with without_collector():
             del optimizers[0]
             tz.checkpoint.save(tmp_path / "a", model, optimizers, {})
             states = {each.name: each.states for each in ModelState(model).parameters()}
             assert {name for name, kept in states.items() if kept} == {n for n in states if n.startswith("discr")}
             again = tz.attach(model, two(model)[0])
-        finally:
-            gc.enable()
         play(model, [again, optimizers[0]], [0], 1)
         saved = torch.cat([piece.tensor for piece in ModelState(model).pieces() if piece.kind == "exp_avg"])
         assert saved.numel() == sum(each.numel() for each in model.parts()[0])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +54,22 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+def unpickled(module: nn.Module) -> Any:
+    """A copy of a module, by way of bytes."""
+    return pickle.loads(pickle.dumps(module))  # noqa: S301
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """What nobody holds inside is freed at once, or not at all."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def batch(step: int = 0, rank: int = 0) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine.buckets.parameters.note import note_of
+from terrazzo.engine.runtime.method_replacement import MethodReplacement, function_of, replaced_of
 from terrazzo.errors import BadInput
 from terrazzo.marks import UNIT
 
@@ -46,7 +47,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             "units."
         )
     if not isinstance(method, _AsForward):
-        module.__dict__[name] = _AsForward(module, method)
+        module.__dict__[name] = _AsForward(module, name, replaced_of(module, name))
 
 
 def _gathered_around(module: nn.Module) -> str | None:
@@ -60,24 +61,21 @@ def _gathered_around(module: nn.Module) -> str | None:
     return next((name for name in inside if name is not None), None)
 
 
-class _AsForward:
-    """A method that runs in place of its module's forward, without layers that are around that one.
+class _AsForward(MethodReplacement):
+    """A method that runs in place of its module's forward, without layers that are around that one."""
 
-    A deep copy of the module has one of its own.
-    """
-
-    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, method)
-        self._module, self._method = module, method
+    def __init__(self, module: nn.Module, name: str, replaced: Callable[..., Any] | None) -> None:
+        functools.update_wrapper(self, function_of(module, name, replaced))
+        super().__init__(module, name, replaced)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Have `forward`, with the hooks around it, run the method in its place, once."""
-        module = self._module
+        module = self.module
         own = {"forward": module.__dict__["forward"]} if "forward" in module.__dict__ else {}
 
         def once(*args: Any, **kwargs: Any) -> Any:
             restore()
-            return self._method(*args, **kwargs)
+            return self.bound()(*args, **kwargs)
 
         def restore() -> None:
             module.__dict__.pop("forward", None)
@@ -88,3 +86,6 @@ class _AsForward:
             return module(*args, **kwargs)
         finally:
             restore()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _AsForward, (self.module, self.name, self.replaced)

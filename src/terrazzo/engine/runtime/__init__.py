@@ -2,6 +2,7 @@
 
     calls          several calls of which none is left out; the one that does nothing
     weak           calls of what may be gone
+    method_replacement what a module has in place of a method, which does not hold it
     private_torch  what torch does not document and the engine uses, looked up once; a torch without it is named
     compiled       what torch's compiler has made of modules
     callers        who has called what runs now, by Python's stack

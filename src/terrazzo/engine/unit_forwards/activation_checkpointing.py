@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,6 +35,7 @@ SAVED_OPS = (
     "_scaled_dot_product_efficient_attention",
 )
 """Default of `selective`: results worth keeping, because recomputing them costs more than their memory."""
+ATTENTION = tuple(name for name in SAVED_OPS if "attention" in name)
 PRODUCTS = ("mm", "addmm", "_scaled_mm")
 """Operators of which `selective_half` keeps the first of two results; of batched products none, of attention all."""
 
@@ -87,11 +88,11 @@ def checkpoint_activations(
                 "which leaves least on the device, or 'selective'."
             )
         return
-    context = None
+    context: Callable[[], Any] | None = None
     if mode == "selective":
-        context = _selective_context(SAVED_OPS if ops is None else ops)
+        context = functools.partial(_selective_contexts, SAVED_OPS if ops is None else _checked(ops))
     elif mode == "selective_half":
-        context = _half_context
+        context = _half_contexts
     layers = [_Recomputed(context, offload), *([_Offloaded(OffloadedActivations())] if offload else [])]
     modules = unit_modules(model, units, "checkpoint_activations")[::every]
     if twice := next((module for module in modules if _is_recomputed(module)), None):
@@ -151,11 +152,11 @@ def _checkpointed(context: Callable[[], Any] | None, keeps_keywords: bool, forwa
         options["context_fn"] = context
 
     @functools.wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return forward(module, *args, **kwargs)
         bound = {name: kwargs.pop(name) for name in _OF_CHECKPOINT & kwargs.keys()}  # else torch would take them
-        called = functools.partial(forward, **bound) if bound else forward
+        called = functools.partial(forward, module, **bound)
         if not keeps_keywords:
             return checkpoint(called, *args, **options, **kwargs)
         names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
@@ -174,19 +175,19 @@ def _run(forward: Forward, count: int, names: Sequence[str], /, *values: Any, **
     return forward(*values[:count], **dict(zip(names, values[count:], strict=True)), **others)
 
 
-def _selective_context(ops: Iterable[str]) -> Callable[[], Any]:
-    saved = {overload for name in ops for overload in _overloads(name)}
+def _selective_contexts(ops: tuple[str, ...]) -> Any:
+    """Contexts for one forward, and for that which repeats it."""
+    saved = _overloads(ops)
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return functools.partial(create_selective_checkpoint_contexts, policy)
+    return create_selective_checkpoint_contexts(policy)
 
 
-def _half_context() -> Any:
-    """Contexts for one forward, and for that which repeats it: each counts its products by itself."""
-    saved = {overload for name in SAVED_OPS if "attention" in name for overload in _overloads(name)}
-    products = {overload for name in PRODUCTS for overload in _overloads(name)}
+def _half_contexts() -> Any:
+    """The same of `selective_half`: each counts its products by itself."""
+    saved, products = _overloads(ATTENTION), _overloads(PRODUCTS)
     seen = {True: 0, False: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -200,11 +201,22 @@ def _half_context() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _overloads(name: str) -> list[Any]:
-    """An operator's variants: `a + b` calls `add.Tensor`, and `mm` has its `default` alone."""
-    packet: Any = getattr(torch.ops.aten, name, None) if isinstance(name, str) else None
-    if not hasattr(packet, "overloads"):
-        raise BadInput(
-            f"activation checkpointing: torch.ops.aten has no operator {str(name)!r}. Give names such as 'mm'."
-        )
-    return [getattr(packet, overload) for overload in packet.overloads()]
+@functools.cache
+def _overloads(names: tuple[str, ...]) -> frozenset[Any]:
+    """Operators' variants: `a + b` calls `add.Tensor`, and `mm` has its `default` alone."""
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+def _checked(ops: Sequence[str]) -> tuple[str, ...]:
+    """Names of operators that there are.
+
+    Raises:
+        BadInput: for any other.
+    """
+    for name in ops:
+        if not (isinstance(name, str) and hasattr(getattr(torch.ops.aten, name, None), "overloads")):
+            raise BadInput(
+                f"activation checkpointing: torch.ops.aten has no operator {str(name)!r}. Give names such as 'mm'."
+            )
+    return tuple(ops)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 import functools
 from abc import ABC, abstractmethod
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from terrazzo.engine.partition.unit_choice import Units, find_units
+from terrazzo.engine.runtime.method_replacement import MethodReplacement, function_of, replaced_of
 from terrazzo.errors import BadInput
 
 __all__ = ["Forward", "Layer", "LayerRing", "LayeredForward", "layers_of", "surround", "unit_modules"]
@@ -34,50 +34,59 @@ class Layer(ABC):
 
     @abstractmethod
     def __call__(self, forward: Forward) -> Forward:
-        """The forward with this layer around it: a function, so that the compiler sees the same code for all units."""
+        """The forward with this layer around it. Both are functions of the module as well, as its class has them: the
+        compiler sees the same code for all units, and no layer holds the module.
+        """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 
-class LayeredForward:
-    """A module's forward with layers around it, which a deep copy of the module has around its own forward.
+class LayeredForward(MethodReplacement):
+    """A module's forward with layers around it.
 
-    A function in its place would be shared by both, and the copy would compute with the weights of the original. What
-    the outermost function has of attributes, this object has too: they tell that it is compiled.
+    What the outermost function has of attributes, this object has too: they tell that it is compiled.
 
     Args:
-        inner: a bound method, or what somebody else has put in its place.
+        module: whose forward it is.
+        replaced: what is inside of the layers, as of `replaced_of`.
         layers: in any order; of one ring, from the innermost.
     """
 
-    def __init__(self, inner: Forward, layers: Iterable[Layer]) -> None:
-        run, layers = inner, tuple(sorted(layers, key=lambda layer: layer.ring))
+    def __init__(self, module: nn.Module, replaced: Forward | None, layers: Iterable[Layer]) -> None:
+        run, layers = function_of(module, "forward", replaced), tuple(sorted(layers, key=lambda layer: layer.ring))
         for layer in layers:
             run = layer(run)
         functools.update_wrapper(self, run)
-        self.inner, self.layers, self._run = inner, layers, run  # last: what somebody has put there may have an 'inner'
+        super().__init__(module, "forward", replaced)  # last: what is replaced may have attributes of the same names
+        self.layers, self._run = layers, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+        return self._run(self.module, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayeredForward:
-        return LayeredForward(copy.deepcopy(self.inner, memo), copy.deepcopy(self.layers, memo))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LayeredForward, (self.module, self.replaced, self.layers)
 
 
 def surround(module: nn.Module, *layers: Layer) -> None:
     """Put layers around a module's forward, each on its ring."""
     forward: Any = module.forward
-    inner, before = (forward.inner, forward.layers) if isinstance(forward, LayeredForward) else (forward, ())
-    module.forward = LayeredForward(inner, (*before, *layers))
+    if isinstance(forward, LayeredForward):
+        module.forward = LayeredForward(module, forward.replaced, (*forward.layers, *layers))
+    else:
+        module.forward = LayeredForward(module, replaced_of(module, "forward"), layers)
 
 
 def layers_of(module: nn.Module) -> tuple[Layer, ...]:
-    """The layers around a module's forward, from the innermost; also where somebody has wrapped it since."""
+    """The layers around a module's forward, from the innermost, also inside of what somebody has wrapped since."""
+    found = tuple[Layer, ...]()
     forward: Any = module.forward
-    while forward is not None and not isinstance(forward, LayeredForward):
-        forward = getattr(forward, "__wrapped__", None)
-    return () if forward is None else forward.layers
+    while forward is not None:
+        if isinstance(forward, LayeredForward):
+            found, forward = (*forward.layers, *found), forward.replaced
+        else:
+            forward = getattr(forward, "__wrapped__", None)
+    return found
 
 
 def unit_modules(model: nn.Module, units: Units | None, asked: str) -> list[nn.Module]:

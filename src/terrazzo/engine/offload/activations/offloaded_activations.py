@@ -45,8 +45,8 @@ class OffloadedActivations:
         """Page-lock host memory from now on, or do not: `tz.shard` says so by its `Offload`."""
         self.pin = pinned
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedActivations:
-        return OffloadedActivations(self.pin)  # a copy of the model has calls of its own
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OffloadedActivations, (self.pin,)  # a copy of the model has calls of its own
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward`, with what it keeps of its inputs in host memory.
