@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import bfloat16, float16, float32
 
-from benchmarks.planner import baseline
+from benchmarks.planner import baseline, refit
 from benchmarks.planner import rows as module
 from benchmarks.planner.anchors import ANCHORS, Anchor
 from benchmarks.planner.evaluate import Outcome, Sweep, outcomes, summary, sweeps
@@ -18,6 +18,7 @@ from benchmarks.planner.refit import scaled
 from benchmarks.planner.rows import Row, rows, unusable
 from benchmarks.planner.text import markdown
 from terrazzo.planner.timing.step import time_of
+from terrazzo.planner.timing.timeline import _played
 
 RESULTS = Path(module.__file__).parent / "results"
 
@@ -178,6 +179,26 @@ def test_scaling_a_constant_moves_the_estimate_and_is_undone() -> None:
     with scaled({"SUSTAINED_SHARE": 0.5}):
         assert seconds() > 1.3 * before
     assert seconds() == before
+
+
+def test_moving_a_constant_leaves_the_order_of_stages_which_takes_longest_to_find() -> None:
+    found = next(found for found in rows() if found.setup.mesh.pp > 1)
+    time_of(replace(found.setup))
+    orders = _played.cache_info().currsize
+    with scaled({"SUSTAINED_SHARE": 0.5}):
+        assert _played.cache_info().currsize == orders > 0
+
+
+def test_fits_that_leave_out_other_families_ask_the_same_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(refit, "_misfit", lambda group: asked.append(len(group)) or float(len(group)))
+    misfits = refit._Misfits({"a": [row("kort-001")], "b": [row("kort-001"), row("kort-002")]})
+    factors = dict.fromkeys(refit.CONSTANTS, 1.0)
+    assert misfits.loss(("a", "b"), factors) == pytest.approx((1 + 2 * 2) / 3)
+    assert misfits.loss(("b",), factors) == 2
+    assert asked == [1, 2]
+    assert misfits.loss(("b",), factors | {"CONTENTION": 2.0}) == 2
+    assert asked == [1, 2, 2]
 
 
 def test_regret_is_what_the_choice_loses(sample: list[Outcome]) -> None:

@@ -33,7 +33,7 @@ C = TypeVar("C", bound=type)
 once = lru_cache(maxsize=8192)
 """Decorates a function of hashable values; of the values that it was asked for last, so many are kept."""
 
-once_of_few = lru_cache(maxsize=32)
+once_of_few = lru_cache(maxsize=256)
 """The same, of values that are large: lists of all that a step does."""
 
 

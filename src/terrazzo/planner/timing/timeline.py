@@ -6,7 +6,8 @@ each; what is said of a schedule alone plays equal ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -113,21 +114,19 @@ class StageSchedule(NamedTuple):
             BadInput: micro-batches that do not make rounds of one size.
         """
         spans: list[list[Span]] = [[] for _ in range(self.ranks)]
-        actions, turns, _ = _played(self)
         lasting = self._lasting(passes)
-        for action, turn, end_s in zip(actions, turns, self._ends(passes, send_s)[1:], strict=True):
-            if action.micro_batch < self.micro_batches:
-                spans[action.stage % self.ranks].append(Span(action, end_s - lasting[turn.kind], end_s))
+        for turn, end_s in zip(_turns(self), self._ends(passes, send_s)[1:], strict=True):
+            if turn.action.micro_batch < self.micro_batches:
+                spans[turn.action.stage % self.ranks].append(Span(turn.action, end_s - lasting[turn.kind], end_s))
         return Timeline(tuple(map(tuple, spans)))
 
     def _ends(self, passes: Sequence[Sequence[tuple[float, float]]], send_s: float) -> list[float]:
-        """When each turn ends, in the order of `_played`, behind the 0 at which the step begins."""
+        """When each turn ends, in the order of `_turns`, behind the 0 at which the step begins."""
         lasting, travelling = self._lasting(passes), self._travelling(send_s)
-        turns = _played(self).turns
-        ends = [0.0] * (1 + len(turns))
-        for place, (before, given, kind) in enumerate(turns, 1):
+        played, ends = _played(self), [0.0]
+        for before, given, kind in zip(played.before, played.given, played.kind, strict=True):
             free, arrived = ends[before], ends[given] + travelling[kind]
-            ends[place] = (free if free > arrived else arrived) + lasting[kind]  # a search plays thousands
+            ends.append((free if free > arrived else arrived) + lasting[kind])  # a search plays thousands
         return ends
 
     def _lasting(self, passes: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
@@ -162,58 +161,73 @@ class _Turn(NamedTuple):
     """An action among all of a step.
 
     Attributes:
-        before, given: the places in `_Played.turns`, counted from 1, of what its rank ran before, and of the action
-            whose result it needs; 0 is the begin of the step.
+        before, given: the places among all turns, counted from 1, of what its rank ran before, and of the action whose
+            result it needs; 0 is the begin of the step.
         kind: 1 + 3 * stage for a forward, 1 more for a backward and 2 for gradients of weights; 0 takes no time.
     """
 
+    action: Action
     before: int
     given: int
     kind: int
 
 
 class _Played(NamedTuple):
-    """All actions of a step, each behind those that it waits for.
+    """All turns of a step, by attribute: small enough for the schedules of many setups to be kept.
 
     Attributes:
-        last: the place in `turns`, counted from 1, of each rank's last.
+        before, given, kind: of each turn, as of `_Turn`.
+        last: the place of each rank's last.
     """
 
-    actions: list[Action]
-    turns: list[_Turn]
+    before: array[int]
+    given: array[int]
+    kind: array[int]
     last: list[int]
-
-
-_KINDS = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2, ActionKind.WEIGHT: 3}
 
 
 @once_of_few
 def _played(schedule: StageSchedule) -> _Played:
-    ranks, last = schedule.ranks, schedule.ranks * schedule.chunks - 1
-    orders = actions_of(schedule.name, ranks, schedule.chunks, schedule.places)
-    own, place_of = [0] * ranks, dict[Action, int]()
-    played = _Played([], [], own)
-    left = [iter(order) for order in orders]
+    before, given, kind, last = array("l"), array("l"), array("l"), [0] * schedule.ranks
+    for place, turn in enumerate(_turns(schedule), 1):
+        before.append(turn.before)
+        given.append(turn.given)
+        kind.append(turn.kind)
+        last[turn.action.stage % schedule.ranks] = place
+    return _Played(before, given, kind, last)
+
+
+_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
+
+
+def _turns(schedule: StageSchedule) -> Iterator[_Turn]:
+    """All actions of a step, each behind those that it waits for."""
+    ranks, places = schedule.ranks, schedule.places
+    last = ranks * schedule.chunks - 1
+    own, count = [0] * ranks, 0
+    # Of every stage's forwards, backwards and gradients of weights, micro-batch by micro-batch: where they ended.
+    ended: list[int | None] = [None] * (3 * (last + 1) * places)
+    left = [iter(order) for order in actions_of(schedule.name, ranks, schedule.chunks, places)]
     waiting = [next(order, None) for order in left]
     while any(waiting):
         for rank, order in enumerate(left):
             while (action := waiting[rank]) is not None:
-                needed = _needed(action, last)
-                if (given := 0 if needed is None else place_of.get(needed)) is None:
+                row = 3 * action.stage + _KINDS.index(action.kind)
+                needed = _needed_row(action.stage, action.kind, last)
+                if (given := 0 if needed is None else ended[needed * places + action.micro_batch]) is None:
                     break
-                kind = 3 * action.stage + _KINDS[action.kind] if schedule.takes_time(action) else 0
-                played.actions.append(action)
-                played.turns.append(_Turn(own[rank], given, kind))
-                own[rank] = place_of[action] = len(played.turns)
+                yield _Turn(action, own[rank], given, 1 + row if schedule.takes_time(action) else 0)
+                count += 1
+                own[rank] = ended[row * places + action.micro_batch] = count
                 waiting[rank] = next(order, None)
-    return played
 
 
-def _needed(action: Action, last_stage: int) -> Action | None:
-    """The action whose result this one needs; None for the first forward of a micro-batch."""
-    stage, kind, number = action
+def _needed_row(stage: int, kind: ActionKind, last_stage: int) -> int | None:
+    """Which actions of the same micro-batch give an action what it needs: 3 * stage of a forward, 1 more of a backward;
+    None for the first forward.
+    """
     if kind is ActionKind.WEIGHT:
-        return Action(stage, ActionKind.BACKWARD, number)
+        return 3 * stage + 1
     if kind is ActionKind.FORWARD:
-        return Action(stage - 1, kind, number) if stage else None
-    return Action(stage, ActionKind.FORWARD, number) if stage == last_stage else Action(stage + 1, kind, number)
+        return 3 * (stage - 1) if stage else None
+    return 3 * stage if stage == last_stage else 3 * (stage + 1) + 1
