@@ -60,6 +60,9 @@ def test_axes_multiply_to_the_number_of_gpus() -> None:
         (64, {"strategy": "hybrid_shard", "dp_replicate": 2}, Mesh(dp_replicate=2, dp_shard=32)),
         (12, {"strategy": "hpz"}, Mesh(dp_replicate=3, dp_shard=4)),
         (8, {"strategy": "hfsdp", "per_node": 4}, Mesh(dp_replicate=2, dp_shard=4)),
+        (144, {"strategy": "hybrid_shard", "gpu": "gb200"}, Mesh(dp_replicate=2, dp_shard=72)),
+        (128, {"strategy": "hybrid_shard", "gpu": "gb200", "tp": 4}, Mesh(dp_replicate=16, dp_shard=2, tp=4)),
+        (36, {"strategy": "hybrid_shard", "gpu": "gb200", "dp_replicate": 9}, Mesh(dp_replicate=9, dp_shard=4)),
         (None, {"tp": 8, "pp": 2}, Mesh(pp=2, tp=8)),
     ],
 )

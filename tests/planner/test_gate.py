@@ -19,6 +19,7 @@ from terrazzo.planner.assemble import estimate
 from terrazzo.planner.gate.facts import Facts
 from terrazzo.planner.gate.gate import ALL_RULES, findings, runnable
 from terrazzo.planner.gate.rule import as_text
+from terrazzo.planner.machine.mesh import RankGroup
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.build_setup import build_setup
@@ -329,6 +330,26 @@ def test_groups_across_hosts_are_told_sizes_that_lie_on_one(
     assert ACROSS not in rules_found("terrazzo", options | change)
 
 
+@pytest.mark.parametrize(
+    ("options", "advice", "change"),
+    [
+        ({"gpus": 12}, "Use 8 or 16 GPUs (--gpus), or 6 GPUs of each host (--per-node).", {"per_node": 6}),
+        ({"gpus": 13}, "Use 8 or 16 GPUs (--gpus).", {"gpus": 16}),
+        # A rack's fast links join hosts, so that other hosts would fill no rack.
+        ({"gpus": 100, "gpu": "gb200"}, "Use 72 or 144 GPUs (--gpus).", {"gpus": 144}),
+    ],
+    ids=str,
+)
+def test_a_host_or_a_rack_that_is_not_full_is_told_numbers_that_fill_them(
+    options: dict[str, Any], advice: str, change: dict[str, Any]
+) -> None:
+    rule = "host that is not full"
+    (found,) = (each for each in findings(setup_of(options)) if each.rule == rule)
+    assert found.alternative == advice
+    assert ("in racks of 72" if "gpu" in options else "in hosts of 8") in found.reason
+    assert rule not in rules_found("terrazzo", options | change)
+
+
 def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     names = [rule.name for rule in ALL_RULES]
     assert len(names) == len(set(names))
@@ -371,12 +392,17 @@ def test_a_rule_knows_a_plan_by_its_places(rule: str, framework: str, plan: Any,
 def test_every_rule_is_in_the_reference() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/known-combinations.md").read_text(encoding="utf-8")
 
-    class Names:
-        """Every fact as its name in italics."""
+    class Fact(str):
+        """A fact, or a part of one, as its name in italics."""
 
-        def __getattr__(self, name: str) -> str:
+        def __getattr__(self, part: str) -> Fact:
+            assert hasattr(RankGroup, part)
+            return Fact(f"*{self[1:-1]}.{part}*")
+
+    class Names:
+        def __getattr__(self, name: str) -> Fact:
             assert name in vars(Facts(setup_of({}))) or hasattr(Facts, name)
-            return f"*{name}*"
+            return Fact(f"*{name}*")
 
     def shown(sentence: str) -> str:
         return as_text(sentence, cast(Facts, Names()))

@@ -63,9 +63,8 @@ class Facts:
         tp, pp, cp, ep: ranks along these axes; `stages`: of the pipeline, in which a rank may have several.
         shard_ranks: of a shard group; `neighbours` with those along tp between them.
         unfused: why attention keeps its scores by itself, or None.
-        gpus: of the run; host_ranks: of a full host, or of a scale-up domain that is larger; last_host: of the last;
-            full_hosts: as many as fill hosts.
-        split_axis, split_ranks, split_span: of `split_group`.
+        gpus: of the run; host: what ranks are on that reach each other without a network, a `host`, or a `rack` where a
+            scale-up domain is larger; host_ranks: of a full one; last_host: of the last.
         rows: sequences of a step with `empty_rows`, which are `empty_share` of it; `at_once` says how many go together.
     """
 
@@ -87,9 +86,8 @@ class Facts:
         self.padded_vocab = -(-model.vocab // mesh.tp) * mesh.tp
         self.shard_ranks, self.neighbours = mesh.shard_ranks, mesh.shard_ranks * mesh.tp
         self.gpus, self.host_ranks = setup.cluster.count, device.near_ranks
+        self.host = "host" if self.host_ranks == device.per_node else "rack"
         self.last_host = self.gpus % self.host_ranks or self.host_ranks
-        whole = self.gpus - self.gpus % self.host_ranks
-        self.full_hosts = " or ".join(str(count) for count in (whole, whole + self.host_ranks) if count)
 
     @property
     def zero_stage(self) -> int:
@@ -145,27 +143,25 @@ class Facts:
         return f"{DRIVE_RATED_BYTES / max(host_writes(self._setup), 1):,.0f}"
 
     @property
-    def _split(self) -> RankGroup:
+    def full_hosts(self) -> str:
+        """Numbers of GPUs that fill hosts or racks: more or fewer of these, or of each host as many as divide all."""
+        whole = self.gpus - self.gpus % self.host_ranks
+        counts = " or ".join(str(count) for count in (whole, whole + self.host_ranks) if count)
+        dividing = [size for size in range(2, self.host_ranks) if self.gpus % size == 0]
+        of_each = f", or {dividing[-1]} GPUs of each host (--per-node)" if dividing and self.host == "host" else ""
+        return f"Use {counts} GPUs (--gpus){of_each}."
+
+    @property
+    def split(self) -> RankGroup:
+        """The groups of `split_group`."""
         split = split_group(self._setup)
         assert split is not None, "asked for only where there is one"
         return split
 
     @property
-    def split_axis(self) -> str:
-        return self._split.axis
-
-    @property
-    def split_ranks(self) -> int:
-        return self._split.size
-
-    @property
-    def split_span(self) -> int:
-        return self._split.span
-
-    @property
     def unsplit(self) -> str:
-        """What has these groups fill hosts: another size, if there is one, or fewer GPUs of each host."""
-        group, mesh, of = self._split, self._setup.mesh, self.host_ranks
+        """What has these groups fill hosts or racks: another size, if there is one, or fewer GPUs of each host."""
+        group, mesh, of = self.split, self._setup.mesh, self.host_ranks
         beside = mesh.data_ranks * mesh.tp // group.stride // (mesh.cp if group.axis == "tp" else 1)
         whole = [size for size in range(2, of + 1) if of % (size * group.stride) == 0 and beside % size == 0]
         ways = []
@@ -173,7 +169,7 @@ class Facts:
             best = min(whole, key=lambda size: abs(size - group.size))
             replicas = f"dp_replicate {mesh.data_ranks // best}, for groups of {best}"
             ways.append(replicas if group.axis == "dp_shard" else f"{group.axis} {best}")
-        if of == self._setup.cluster.device.per_node:
+        if self.host == "host":
             ways.append(f"{of // group.span * group.span} GPUs of each host (--per-node)")
         return (
             f"Use {', or '.join(ways) or f'sizes whose product along {group.axis} and the axes inside divides {of}'}."

@@ -182,8 +182,8 @@ def _shard_group_across_hosts(setup: Setup) -> bool:
 @everywhere.warns(
     "groups across the edge of a host",
     reason=(
-        "Groups of {split_ranks} ranks along {split_axis} would fit in hosts of {host_ranks}, but the next ones begin "
-        "{split_span} ranks further on: some lie across two hosts, and all wait for these."
+        "Groups of {split.size} ranks along {split.axis} would fit in {host}s of {host_ranks}, but the next ones begin "
+        "{split.span} ranks further on: some lie across two {host}s, and all wait for these."
     ),
     alternative="{unsplit}",
     source="NVIDIA/nccl src/graph: rings cross from node to node; torch.distributed.device_mesh: ranks row by row",
@@ -195,10 +195,10 @@ def _groups_across_the_edge_of_a_host(setup: Setup) -> bool:
 @everywhere.warns(
     "host that is not full",
     reason=(
-        "{gpus} GPUs in hosts of {host_ranks} leave {last_host} in the last one: a ring over all hosts leaves that one "
-        "through the network cards of {last_host}, and is no faster anywhere."
+        "{gpus} GPUs in {host}s of {host_ranks} leave {last_host} in the last one: a ring over all {host}s leaves that "
+        "one through the network cards of {last_host}, and is no faster anywhere."
     ),
-    alternative="Use {full_hosts} GPUs (--gpus), or hosts with a number of GPUs that divides {gpus} (--per-node).",
+    alternative="{full_hosts}",
     source="NVIDIA/nccl src/graph: rings cross from node to node; stas00/ml-engineering, network/README.md",
 )
 def _host_that_is_not_full(setup: Setup) -> bool:

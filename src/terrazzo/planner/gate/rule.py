@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from terrazzo.planner.gate.facts import Facts
@@ -20,8 +21,8 @@ Applies = Callable[[Setup], bool]
 
 
 def as_text(sentence: str, facts: Facts) -> str:
-    """A sentence about a setup, in which names in braces are attributes of `Facts`, such as `{plan}`."""
-    return re.sub(r"\{(\w+)\}", lambda match: str(getattr(facts, match[1])), sentence)
+    """A sentence about a setup, in which names in braces are attributes of `Facts`: `{plan}`, or `{split.size}`."""
+    return re.sub(r"\{([\w.]+)\}", lambda match: str(attrgetter(match[1])(facts)), sentence)
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,15 @@ class Mesh:
         """Ranks of all data axes, over which states may be split: those that share a sequence (`cp`) too."""
         return self.batch_ranks * self.cp
 
-    def in_hosts(self, per_node: int) -> Mesh:
-        """This mesh with its data ranks in the fewest shard groups that, with tp and cp beside, stay on a host each."""
-        ranks, largest = self.batch_ranks, max(1, per_node // (self.tp * self.cp))
-        shard = math.gcd(ranks, largest)
-        return replace(self, dp_replicate=ranks // shard, dp_shard=shard)
+    def in_domains(self, of: int) -> Mesh:
+        """This mesh with its data ranks in the fewest shard groups that, with tp and cp beside, stay on a host, or in a
+        domain, of so many ranks each.
+        """
+        ranks, largest = self.batch_ranks, of // (self.tp * self.cp)
+        sizes = (size for size in range(min(ranks, largest), 0, -1) if ranks % size == 0)
+        meshes = (replace(self, dp_replicate=ranks // size, dp_shard=size) for size in (*sizes, 1))
+        alone = replace(self, dp_replicate=ranks, dp_shard=1)
+        return next((mesh for mesh in meshes if group_of(mesh, "dp_shard").on_hosts(of).hosts == 1), alone)
 
     @property
     def shard_ranks(self) -> int:

@@ -34,7 +34,7 @@ def alternatives(chosen: Estimate, estimate: Callable[[Setup], Estimate]) -> lis
 
 
 def _mesh(setup: Setup, plan: Plan) -> Mesh:
-    """Data ranks in one group, or for the hybrid strategies in groups that stay on a host.
+    """Data ranks in one group, or for the hybrid strategies in groups that need no network.
 
     Groups that train by themselves stay: under another strategy they would be another run.
     """
@@ -43,4 +43,4 @@ def _mesh(setup: Setup, plan: Plan) -> Mesh:
         return mesh
     if not plan.groups:
         return replace(mesh, dp_replicate=1, dp_shard=mesh.batch_ranks)
-    return mesh if mesh.dp_replicate > 1 else mesh.in_hosts(setup.cluster.device.per_node)
+    return mesh if mesh.dp_replicate > 1 else mesh.in_domains(setup.cluster.device.near_ranks)

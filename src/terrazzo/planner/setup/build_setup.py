@@ -115,7 +115,7 @@ def build_setup(request: Request) -> Setup:
 def request_of(request: Request, setup: Setup) -> Request:
     """`request` with all that a search has chosen in `setup`: `build_setup` makes `setup` of it again.
 
-    Shard groups that are those of hosts stay so on other numbers of devices.
+    Shard groups that are those of hosts, or of larger domains, stay so on other numbers of devices.
     """
     chosen = replace(
         request,
@@ -128,8 +128,8 @@ def request_of(request: Request, setup: Setup) -> Request:
         virtual_stages=setup.virtual_stages,
         **{axis: getattr(setup.mesh, axis) for axis in ("tp", "pp", "cp", "ep")},
     )
-    in_hosts = _mesh(chosen, setup.cluster, setup.plan) == setup.mesh
-    return chosen if in_hosts else replace(chosen, dp_replicate=setup.mesh.dp_replicate)
+    by_default = _mesh(chosen, setup.cluster, setup.plan) == setup.mesh
+    return chosen if by_default else replace(chosen, dp_replicate=setup.mesh.dp_replicate)
 
 
 def precision_of(request: Request, device: Device) -> str:
@@ -280,7 +280,7 @@ def _mesh(request: Request, cluster: Cluster, plan: Plan) -> Mesh:
     data_ranks = cluster.count // model_ranks
     mesh, replicas = Mesh(pp=pp, dp_shard=data_ranks, cp=cp, tp=tp, ep=ep), request.dp_replicate
     if replicas is None:
-        return mesh.in_hosts(cluster.device.per_node) if plan.groups else mesh
+        return mesh.in_domains(cluster.device.near_ranks) if plan.groups else mesh
     if data_ranks % replicas:
         raise BadInput(
             f"{data_ranks} data ranks cannot form {replicas} equal groups (dp_replicate): {data_ranks} / {replicas} = "
