@@ -631,3 +631,26 @@ def test_other_converters_are_not_lost_in_silence(name: str, kind: str) -> None:
 def test_what_of_float8_is_other_here_is_said(inside: dict[str, Any], key: str, kind: str) -> None:
     document = {"quantize": {"linear": {"float8": inside}}, "model": {"converters": ["quantize.linear.float8"]}}
     assert verdicts("torchtitan", document)[f"quantize.linear.float8.{key}"].kind == kind
+
+
+def test_the_last_checkpoint_is_one_to_go_on_from() -> None:
+    """torchtitan's own last one has weights alone; others' have all."""
+    ours = {"plan": "zero3", "train": {"steps": 10}, "checkpoint": {"folder": "ckpt"}}
+    written = converted("terrazzo", "torchtitan", ours).document
+    assert written["checkpoint"]["last_save_model_only"] is False
+    assert not findings_by_key("torchtitan", written)
+    ours["checkpoint"]["save_format"] = "hf"
+    conversion = converted("terrazzo", "torchtitan", ours)
+    assert "last_save_model_only" not in conversion.document["checkpoint"]
+    (export,) = [each for each in conversion.verdicts if each.key == "checkpoint.save_format"]
+    assert export.kind == "lossy" and "no run goes on" in export.why
+
+    alone = {"training": {"steps": 10}, "checkpoint": {"enable": True, "interval": 10}}
+    assert "nothing goes on from it" in findings_by_key("torchtitan", alone)["checkpoint.interval"].text
+    alone["checkpoint"]["last_save_model_only"] = False
+    outcomes = {each.key: each.kind for each in converted("torchtitan", "terrazzo", alone).verdicts}
+    assert outcomes["checkpoint.last_save_model_only"] == "applied"
+    alone["checkpoint"]["last_save_in_hf"] = True
+    assert findings_by_key("torchtitan", alone)["checkpoint.last_save_in_hf"].level == "error"
+    only_loads = {"checkpoint": {"enable": True, "load_only": True}}
+    assert described("torchtitan", only_loads).value("saving.when") == "never"

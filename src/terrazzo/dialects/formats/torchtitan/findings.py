@@ -55,6 +55,17 @@ def _together(values: Mapping[str, Any], flat: Mapping[str, Any]) -> Iterable[Fi
     if get("checkpoint.keep_latest_k") == 1:
         text = "torchtitan refuses 1: the last checkpoint may be half written; keep 2, or 0 for all."
         yield Finding.error("checkpoint.keep_latest_k", text)
+    whole, steps = not get("checkpoint.last_save_model_only"), get("training.steps")
+    if get("checkpoint.last_save_in_hf") and whole:
+        text = "torchtitan refuses it beside last_save_model_only: false: the folder has weights alone; keep one."
+        yield Finding.error("checkpoint.last_save_in_hf", text)
+    saves = get("checkpoint.enable") and not get("checkpoint.load_only")
+    if saves and not whole and steps is not None and (get("checkpoint.interval") or 0) >= steps:
+        text = (
+            "the one checkpoint, at the end, has weights alone, and nothing goes on from it: say"
+            " checkpoint.last_save_model_only: false."
+        )
+        yield Finding.warning("checkpoint.interval", text)
     if not get("checkpoint.enable") and any(
         key.startswith("checkpoint.") and key != "checkpoint.enable" for key in flat
     ):

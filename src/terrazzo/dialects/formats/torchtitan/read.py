@@ -36,7 +36,7 @@ __all__ = ["read"]
 
 
 _GROUP = ("pattern", "optimizer_name", "optimizer_kwargs")
-_OF_CHECKPOINTS = ("folder", "interval", "async_mode", "keep_latest_k", "last_save_in_hf")
+_OF_CHECKPOINTS = ("folder", "interval", "async_mode", "keep_latest_k", "last_save_model_only", "last_save_in_hf")
 _ONLY_BUDGET = ("memory_budget", "visualize_memory_budget_pareto")
 
 
@@ -290,20 +290,25 @@ def _checkpointing(reader: Reader) -> SettingsByPath:
 
 
 def _saving(reader: Reader) -> SettingsByPath:
-    """What is written at each `interval`, and at the end; nothing where `enable` is off, whatever the section says."""
-    enabled = reader.take("checkpoint.enable")
+    """What is written at each `interval`, and at the end; nothing where a switch says so, whatever the section does."""
+    enabled, only_loads = reader.take("checkpoint.enable"), reader.take("checkpoint.load_only")
     settings: SettingsByPath = {"saving.state": Setting("sharded", "default")}
-    if not enabled.value:
+    if only_loads.value or not enabled.value:
+        off = "load_only is on" if only_loads.value else "enable is off"
         for key in _OF_CHECKPOINTS:
             reader.take(f"checkpoint.{key}")
-            reader.keep(f"checkpoint.{key}", "checkpoint.enable is off: nothing is written", loss="harmless")
-        return {**settings, "saving.when": Setting("never", enabled.origin, enabled.key)}
+            reader.keep(f"checkpoint.{key}", f"checkpoint.{off}: nothing is written", loss="harmless")
+        switches = (enabled, only_loads) if enabled.value else (enabled,)
+        return {**settings, "saving.when": derived("never", *switches, origin=enabled.origin)}
     if reader.raw("checkpoint.async_mode") == "async_with_pinned_mem":
         reader.keep("checkpoint.async_mode", "the copy is in pinned memory", loss="harmless")
     keep, every = reader.take("checkpoint.keep_latest_k"), reader.take("checkpoint.interval")
+    weights = reader.take("checkpoint.last_save_model_only")
+    if weights.value:
+        reader.keep(weights.key, "elsewhere the last one has all that a run goes on from", loss="harmless")
     return {
         **settings,
-        "saving.when": Setting("steps", enabled.origin, enabled.key),
+        "saving.when": derived("steps", enabled, *(() if weights.value else (weights,)), origin=enabled.origin),
         "saving.every": derived(every.value, enabled, every, origin="file"),
         "saving.keep_last": Setting(keep.value or None, keep.origin, keep.key),
         "saving.export": reader.take("checkpoint.last_save_in_hf"),

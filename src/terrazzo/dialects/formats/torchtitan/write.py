@@ -15,6 +15,7 @@ __all__ = ["write"]
 
 _ACTIVATIONS, _DECAY_TYPE = "activation_checkpoint", "lr_scheduler.decay_type"
 _GLOBAL_BATCH, _ENABLE = "training.global_batch_size", "checkpoint.enable"
+_EXPORT, _WEIGHTS_ALONE = "checkpoint.last_save_in_hf", "checkpoint.last_save_model_only"
 _OPTIMIZER = tuple(f"optimizer.{name}" for name in ("name", "lr", "betas", "eps", "weight_decay", "options"))
 """Settings that are one key, `optimizer.param_groups`."""
 _CLASSES = {"none": None, "full": "FullAC", "selective_half": "SelectiveAC"}
@@ -274,7 +275,12 @@ def _saving(draft: Draft) -> None:
     if when is not None or exports:
         draft.write(_ENABLE, True)
         _intervals(draft)
-    draft.option("saving.export", "checkpoint.last_save_in_hf", {"hf": True, "full": True, "none": False})
+    draft.option("saving.export", _EXPORT, {"hf": True, "full": True, "none": False})
+    if when is not None and exports:
+        why = "the last checkpoint is that folder, of weights alone: no run goes on from the end"
+        draft.lossy("saving.export", why, _EXPORT)
+    elif when is not None:
+        draft.write(_WEIGHTS_ALONE, False)
     if draft.is_set("saving.keep_last"):
         _keep_last(draft)
     draft.option("saving.folder", "checkpoint.folder")
