@@ -37,6 +37,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon", "lr": 1e-3, "muon-momentum": 0.95, "muon-nesterov": True, "muon-num-ns-steps": 6},
     "others": {"moe-grouped-gemm": True, "data-path": ["0.5", "a"], "fp8-format": "hybrid", "no-rope-fusion": True},
 }
+GROUPS = "num-distributed-optimizer-instances"
 
 
 @pytest.mark.parametrize("label", DOCUMENTS)
@@ -345,10 +346,27 @@ def test_what_becomes_of_others(key: str, value: Any, kind: str, words: str) -> 
         ({"recompute-granularity": "full"}, "recompute-granularity"),
         ({"train-iters": 1, "train-samples": 1}, "train-samples"),
         ({"optimizer-cpu-offload": True}, "optimizer-cpu-offload"),
+        ({"lr-decay-style": "WSD", "train-iters": 10}, "lr-decay-style"),
+        ({"lr-decay-style": "WSD", "train-samples": 10, "lr-wsd-decay-iters": 2}, "lr-decay-style"),
+        ({"num-distributed-optimizer-instances": 2}, GROUPS),
+        ({"num-distributed-optimizer-instances": 3, "use-distributed-optimizer": True}, GROUPS),
+        ({"num-distributed-optimizer-instances": 2, "use-distributed-optimizer": True, "optimizer": "muon"}, GROUPS),
+        ({"optimizer": "lion", "use-megatron-fsdp": True, "ckpt-format": "fsdp_dtensor"}, "use-megatron-fsdp"),
+        ({"ckpt-format": "torch_dcp"}, "ckpt-format"),
+        ({"ckpt-format": "torch", "use-torch-fsdp2": True}, "ckpt-format"),
+        ({"use-torch-fsdp2": True}, "use-torch-fsdp2"),
     ],
 )
 def test_findings(arguments: dict[str, Any], key: str) -> None:
-    assert findings_by_key("megatron", arguments)[key].level == "error"
+    assert findings_by_key("megatron", arguments, world=8)[key].level == "error"
+
+
+@pytest.mark.parametrize("name", ["Muon", "Lion"])
+def test_fsdp_is_not_written_beside_an_optimizer_that_it_is_not_run_with(name: str) -> None:
+    for plan, runs in (("zero3", False), ("zero1", True)):
+        document = {"plan": plan, "optimizer": {"name": name, "lr": 0.01}, "checkpoint": {"folder": "out"}}
+        conversion = converted("terrazzo", "megatron", document, world=8)
+        assert ("plan" not in {each.key for each in conversion.refused}) == (not conversion.faults) == runs
 
 
 @pytest.mark.parametrize("off", [False, "false"])

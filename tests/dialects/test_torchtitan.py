@@ -634,7 +634,7 @@ def test_what_of_float8_is_other_here_is_said(inside: dict[str, Any], key: str, 
 
 
 def test_the_last_checkpoint_is_one_to_go_on_from() -> None:
-    """torchtitan's own last one has weights alone; others' have all."""
+    """Its own last one has weights alone; others' have all."""
     ours = {"plan": "zero3", "train": {"steps": 10}, "checkpoint": {"folder": "ckpt"}}
     written = converted("terrazzo", "torchtitan", ours).document
     assert written["checkpoint"]["last_save_model_only"] is False

@@ -8,6 +8,7 @@ from typing import Any
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.core.keys import BOOLEAN, MISSING, integer, number
+from terrazzo.dialects.core.mesh import ranks_left
 from terrazzo.dialects.formats.megatron.keys import canonical
 
 __all__ = ["findings"]
@@ -24,6 +25,7 @@ def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         if key in on and not needed & on:
             yield Finding.error(key, text)
     yield from _stages(arguments, reading.description)
+    yield from _groups(arguments, on, reading.description, context)
     yield from _run(arguments, on, reading.description)
 
 
@@ -43,6 +45,8 @@ _ALONE: tuple[tuple[str, set[str], str], ...] = (
     ("overlap-param-gather", {"overlap-grad-reduce"}, "it goes with --overlap-grad-reduce"),
     ("optimizer-cpu-offload", {"use-precision-aware-optimizer"}, "it goes with --use-precision-aware-optimizer"),
     ("use-precision-aware-optimizer", {"use-distributed-optimizer", "use-megatron-fsdp"}, "it needs a split optimizer"),
+    ("use-torch-fsdp2", {"untie-embeddings-and-output-weights"}, "it goes with --untie-embeddings-and-output-weights"),
+    ("use-torch-fsdp2", {"no-gradient-accumulation-fusion"}, "it goes with --no-gradient-accumulation-fusion"),
 )
 """Switches that need one of others."""
 
@@ -68,6 +72,38 @@ def _stages(arguments: Mapping[str, Any], description: Description) -> Iterable[
         for path, axis in (("mesh.pp", "pipeline"), ("mesh.ep", "expert")):
             if (description.value(path) or 1) > 1:
                 yield Finding.error(description[path].key, f"--use-torch-fsdp2 does not go with {axis} parallelism")
+
+
+_FSDPS = ("use-megatron-fsdp", "use-torch-fsdp2")
+_FORMATS = {"fsdp_dtensor": "use-megatron-fsdp", "torch_dcp": "use-torch-fsdp2"}
+"""Switch that a format of checkpoints goes with."""
+
+
+def _groups(
+    arguments: Mapping[str, Any], on: set[str], description: Description, context: ReadingContext
+) -> Iterable[Finding]:
+    """What is split over data ranks, beside the optimizer, the groups of ranks, and the format of checkpoints."""
+    optimizer, kind = (
+        str(arguments.get(name) or usual) for name, usual in (("optimizer", "adam"), ("ckpt-format", ""))
+    )
+    groups = integer(1).parse(arguments.get(key := "num-distributed-optimizer-instances"))
+    for switch in _FSDPS:
+        if optimizer not in ("adam", "sgd") and switch in on:
+            text = f"{optimizer} does not go with --{switch}: split its state alone, by --use-distributed-optimizer"
+            yield Finding.error(switch, text)
+    if kind in _FORMATS and _FORMATS[kind] not in on:
+        yield Finding.error("ckpt-format", f"{kind} goes with --{_FORMATS[kind]}")
+    if kind == "torch" and "use-torch-fsdp2" in on:
+        yield Finding.error("ckpt-format", "--use-torch-fsdp2 goes with torch_dist or torch_dcp")
+    if groups in (MISSING, 1) or "use-torch-fsdp2" in on:
+        return
+    if not on & {"use-distributed-optimizer", "use-megatron-fsdp"}:
+        yield Finding.error(key, "it goes with --use-distributed-optimizer")
+    elif optimizer not in ("adam", "sgd"):
+        yield Finding.error(key, f"the state of {optimizer} is split over all data ranks: leave it out")
+    ranks = ranks_left(description, context.world, ("tp", "pp"))
+    if ranks is not None and ranks % groups:
+        yield Finding.error(key, f"{ranks} ranks, data and context parallel ones, do not make {groups} groups")
 
 
 def _run(arguments: Mapping[str, Any], on: set[str], description: Description) -> Iterable[Finding]:
@@ -105,6 +141,9 @@ def _schedule(arguments: Mapping[str, Any], description: Description) -> Iterabl
         if {"lr-warmup-fraction", f"lr-warmup-{unit}"} <= asked:
             text = f"lr-warmup-{unit} says the warm-up as well: keep one of them"
             yield Finding.error("lr-warmup-fraction", text)
+    unit = "samples" if "train-samples" in asked and "train-iters" not in asked else "iters"
+    if description.value("schedule.name") == "wsd" and f"lr-wsd-decay-{unit}" not in asked:
+        yield Finding.error("lr-decay-style", f"WSD needs --lr-wsd-decay-{unit}")
     warmup, decay = description["schedule.warmup_steps"], integer(1).parse(arguments.get("lr-decay-iters"))
     decay = description.value("schedule.total_steps") if decay is MISSING else decay
     if warmup.value and decay and warmup.value >= decay:

@@ -114,11 +114,13 @@ def _sharding(reader: Reader) -> SettingsByPath:
         _idle(reader, outer.key, "use-megatron-fsdp")
     if not torchs.value:
         _idle(reader, keeps.key, "use-torch-fsdp2")
+    if not own.value and (torchs.value or not split.value):
+        _idle(reader, groups.key, "use-distributed-optimizer")
+        groups = Setting(1, "default")
     if own.value:
         row, sources = strategy.value, [own, strategy, groups, outer]
     elif torchs.value:
         row, sources = ("shard_grad_op" if keeps.value else "zero3"), [torchs, keeps]
-        groups = Setting(1, "default")
     else:
         row, sources = ("zero1" if split.value else "zero0"), [split, groups]
     two_axes = groups.value > 1 and row != "zero0"
