@@ -275,6 +275,86 @@ def test_what_mixes_channels_is_refused(name: str, grad: bool) -> None:
         run(between, width, "colwise", grad)
 
 
+class Handed(nn.Module):
+    """Hands what mixes channels on to `out`, or returns it from a block whose sequences are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(8, WIDTH), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.up(x)[:, : x.shape[1]].mean(-1, keepdim=True)
+        return self.out(mean.expand(-1, -1, 8)) if self.out is not None else x + mean
+
+
+@pytest.mark.parametrize("out", ["colwise_gather_output", "rowwise_split_input", "sequence"])
+def test_what_mixes_channels_is_not_exchanged_without_gradients(out: str) -> None:
+    def body(rank: int):
+        block = Handed()
+        if out == "sequence":
+            block.out = None
+        plan = {"0.up": "colwise", **({"0": out} if out == "sequence" else {"0.out": out})}
+        model = tz.parallelize(nn.Sequential(block), tz.mesh(tp=2, device="cpu"), tensor=plan)
+        with torch.no_grad(), pytest.raises(tz.Misuse, match=r"calls mean on what '0.up'"):
+            model(inputs())
+
+    run_in_threads(2, body)
+
+
+def scripted(x: Tensor) -> Tensor:
+    return x * torch.jit.script(softmax_last)(x)
+
+
+def softmax_last(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+def viewed_before(x: Tensor) -> Tensor:
+    out = torch.zeros(B, T, x.shape[-1])
+    row = out[:, 0]
+    row.copy_(x[:, 0])
+    return x * out.softmax(-1)
+
+
+def read_before(x: Tensor) -> Tensor:
+    out = torch.zeros(B, T, x.shape[-1])
+    view = out.view(B * T, -1)
+    out[:] = x
+    return x * view.softmax(-1).view(x.shape)
+
+
+UNSEEN = {
+    "view-written": (viewed_before, "through a view"),
+    "view-read": (read_before, "through a view"),
+    "data": (lambda x: x * put(torch.zeros_like(x.detach()), x).softmax(-1), r"\.data"),
+    "vmap": (lambda x: x * torch.vmap(softmax_last)(x), "vmap"),
+    "script": (scripted, r"torch\.jit\.script"),
+}
+
+
+def put(out: Tensor, x: Tensor) -> Tensor:
+    fresh = torch.zeros(out.shape)
+    fresh.data.copy_(x.detach())
+    return fresh
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("name", UNSEEN)
+def test_channels_that_come_by_a_way_that_is_not_followed_are_refused(name: str) -> None:
+    between, words = UNSEEN[name]
+    with pytest.raises(tz.Misuse, match=rf"'up'.*{words}"):
+        run(between, WIDTH, "colwise")
+
+
+@pytest.mark.parametrize("column", ["colwise", Colwise(heads=4)])
+def test_heads_of_the_whole_take_no_channels_of_other_tokens(column) -> None:
+    def between(x: Tensor) -> Tensor:
+        return x.view(B, -1, 4, HEAD).softmax(1).view(B, T, -1)
+
+    with pytest.raises(tz.Misuse, match="makes heads of channels"):
+        run(between, WIDTH, column)
+
+
 def test_a_view_as_all_heads_of_which_a_rank_has_some_is_refused() -> None:
     def between(x: Tensor) -> Tensor:  # as einops' rearrange(x, "b t (h d) -> b t h d", h=4) does
         return x.reshape(B, T, 4, x.shape[-1] // 4).softmax(-1).flatten(2)

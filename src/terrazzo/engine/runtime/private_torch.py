@@ -41,6 +41,7 @@ __all__ = [
     "uncompiled_once_called",
     "unseen",
     "will_run",
+    "without_transform",
 ]
 
 
@@ -80,6 +81,17 @@ queue_callback: Callable[[Callable[[], Any]], None] = lookup(
     torch.autograd, "Variable", "_execution_engine", "queue_callback"
 )
 """Have something called when the backward that is under way has ended."""
+
+_is_transformed: Callable[[Tensor], bool] = lookup(torch, "_C", "_functorch", "is_functorch_wrapped_tensor")
+_inside_transform: Callable[[Tensor], Tensor] = lookup(torch, "_C", "_functorch", "get_unwrapped")
+
+
+def without_transform(tensor: Tensor) -> Tensor:
+    """What `torch.vmap`, or another of `torch.func`'s transforms, has wrapped; elsewhere the tensor itself."""
+    while _is_transformed(tensor):
+        tensor = _inside_transform(tensor)
+    return tensor
+
 
 _DISPATCH = importlib.import_module("torch.utils._python_dispatch")
 _modes: Callable[[], Sequence[Any]] = lookup(_DISPATCH, "_get_current_dispatch_mode_stack")

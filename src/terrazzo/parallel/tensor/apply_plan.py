@@ -169,7 +169,7 @@ def _channel_parts(cuts: TensorCuts) -> ChannelParts:
             start, stop = runs_of(style.numel, cuts.ranks.size)[cuts.ranks.rank]
             columns[name] = [Run(stop - start, None)]
     rows = [name for name, _, style in cuts.named(Rowwise) if not style.takes_part]
-    return ChannelParts(columns, rows, cuts.ranks.size)
+    return ChannelParts(columns, rows, [name for name, _, _ in cuts.named()], cuts.ranks.size)
 
 
 def _runs(cuts: TensorCuts, name: str, module: Any, style: Any) -> list[Run]:

@@ -24,8 +24,9 @@ from terrazzo.engine.runtime.overrides import function_name, is_question
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import Misuse
 from terrazzo.parallel.tensor.arguments import first_activation
+from terrazzo.parallel.tensor.channels.channel_marks import ChannelMarks
 from terrazzo.parallel.tensor.channels.channel_rules import rule_of
-from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, ChannelRule, FunctionCall, Mixed
+from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, ChannelRule, FunctionCall, HeadCounts, Mixed
 from terrazzo.parallel.tensor.channels.elementwise import OperatorWatch
 from terrazzo.parallel.tensor.first_forwards import FunctionWatch, has_compiled
 
@@ -52,11 +53,13 @@ class ChannelParts:
     Attributes:
         columns: modules whose outputs are parts, by name, and what they are of.
         rows: names of the modules that take such parts.
+        exchanges: names of the modules whose input or output ranks exchange.
         ranks: how many ranks there are along `tp`.
     """
 
     columns: Mapping[str, Sequence[Run]]
     rows: Sequence[str]
+    exchanges: Sequence[str]
     ranks: int
 
     def __call__(self, model: nn.Module) -> FunctionWatch | None:
@@ -67,24 +70,26 @@ class ChannelParts:
             watch.add_column(name, model.get_submodule(name), runs)
         for name in self.rows:
             watch.add_row(name, model.get_submodule(name))
+        for name in self.exchanges:
+            watch.add_exchange(model.get_submodule(name))
         return watch
 
 
 class _Channels(FunctionWatch):
     def __init__(self, ranks: int) -> None:
         super().__init__()
-        self._ranks = ranks
-        self._cuts: Any = WeakIdKeyDictionary()
-        self._mixed: Any = WeakIdKeyDictionary()
+        self._counts = HeadCounts(ranks)
+        self._marks = ChannelMarks()
         self._within = 0
 
     def add_column(self, name: str, module: nn.Module, runs: Sequence[Run]) -> None:
         sizes, heads = tuple(run.numel for run in runs), tuple(run.heads for run in runs)
+        self._counts.here.update(each for each in heads if each is not None)
 
         def note(output: Any) -> None:
-            for each in tree_leaves(output):
-                if isinstance(each, Tensor) and each.dim() and each.shape[-1] == sum(sizes):
-                    self._cuts[each] = (ChannelCut(name, each.dim() - 1, sizes, heads, self._ranks),)
+            for each in _tensors_in(output):
+                if each.dim() and each.shape[-1] == sum(sizes):
+                    self._marks.note_cut(each, [ChannelCut(name, each.dim() - 1, sizes, heads, self._counts)])
 
         self._run_apart(module)
         self.after(module, note)
@@ -92,6 +97,11 @@ class _Channels(FunctionWatch):
     def add_row(self, name: str, module: nn.Module) -> None:
         self.before(module, lambda args, kwargs: self._check_row(name, first_activation(args, kwargs)))
         self._run_apart(module)
+
+    def add_exchange(self, module: nn.Module) -> None:
+        """A module whose input or output ranks exchange: what one of them has computed of a part spreads there."""
+        self.before(module, lambda args, kwargs: self._refuse(args, kwargs), first=True)
+        self.after(module, self._seen)
 
     def _run_apart(self, module: nn.Module) -> None:
         """A module whose own functions are not looked at."""
@@ -105,9 +115,7 @@ class _Channels(FunctionWatch):
     def _check_row(self, name: str, values: Tensor | None) -> None:
         if values is None:
             return
-        if (mixed := self._mixed.get(values)) is not None:
-            raise mixed
-        cuts: tuple[ChannelCut, ...] = self._cuts.get(values, ())
+        cuts = self._marks.cuts_of(values)
         if cuts and not any(cut.dim == values.dim() - 1 and len(cut.sizes) == 1 for cut in cuts):
             cut = cuts[0]
             raise Misuse(
@@ -117,30 +125,46 @@ class _Channels(FunctionWatch):
             )
 
     def succeed(self, output: Any) -> None:
-        for each in tree_leaves(output):
-            if isinstance(each, Tensor) and (mixed := self._mixed.get(each)) is not None:
-                raise mixed
+        self._refuse(output)
+
+    def _refuse(self, *values: Any) -> None:
+        """Refuse tensors that a model may neither return nor hand on to another rank."""
+        for each in _tensors_in(values):
+            if (error := self._marks.mixed_of(each) or self._marks.refusal(each)) is not None:
+                raise error
 
     def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        is_looked_at = not self._within and (func in _DATA or not is_question(func))
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)] if is_looked_at else []
-        mixed = next((found for each in given if (found := self._mixed.get(each)) is not None), None)
-        cut = [each for each in given if self._cuts.get(each) is not None]
-        if not (cut or mixed) or _is_called_here(sys._getframe(1)):
+        if is_question(func) and func not in _DATA:
             return func(*args, **kwargs)
-        if cut and mixed is not None:
+        given = _tensors_in((args, kwargs))
+        mixed = next((error for each in given if (error := self._marks.mixed_of(each)) is not None), None)
+        has_cut = any(self._marks.cuts_of(each) for each in given)
+        if mixed is not None and has_cut:
             raise mixed
-        call = FunctionCall(_name_of(func), args, kwargs, lambda each: next(iter(self._cuts.get(each, ())), None))
-        if call.name == "iter":
-            return iter(self.called(Tensor.unbind, args, kwargs))
-        if mixed is None:
-            return self._followed(func, call)
-        result = func(*args, **kwargs)
-        self._note_mixed(replace(call, result=result), mixed)
+        if mixed is not None:
+            result = func(*args, **kwargs)
+            self._note_mixed(self._call(func, args, kwargs, result), mixed)
+            return result
+        if self._within or _is_called_here(sys._getframe(1)):
+            return self._seen(func(*args, **kwargs))
+        if (error := next(filter(None, map(self._marks.refusal, given)), None)) is not None:
+            raise error
+        return self._followed(func, self._call(func, args, kwargs)) if has_cut else self._seen(func(*args, **kwargs))
+
+    def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any = None) -> FunctionCall:
+        return FunctionCall(
+            _name_of(func), args, kwargs, lambda each: next(iter(self._marks.cuts_of(each)), None), result
+        )
+
+    def _seen(self, result: Any) -> Any:
+        for each in _tensors_in(result):
+            self._marks.note_seen(each)
         return result
 
     def _followed(self, func: Any, call: FunctionCall) -> Any:
         """The result of a call with channels in parts; it is noted where these are in it."""
+        if call.name == "iter":
+            return iter(self.called(Tensor.unbind, call.args, call.named))
         if (rule := rule_of(call)) is not None:
             result = func(*call.args, **call.named)
         else:
@@ -150,10 +174,10 @@ class _Channels(FunctionWatch):
         call = replace(call, result=result)
         try:
             for each, cuts in self._results(rule, call).items():
-                self._cuts[each] = tuple(cuts)
+                self._marks.note_cut(each, [*cuts], _tensors_in((call.args, call.named)))
         except Mixed as error:
             self._note_mixed(call, _misuse(call.name, error))
-        return result
+        return self._seen(result)
 
     def _results(self, rule: ChannelRule, call: FunctionCall) -> Mapping[Tensor, Mapping[ChannelCut, None]]:
         """What each result may have in parts.
@@ -162,7 +186,7 @@ class _Channels(FunctionWatch):
             Mixed: the call mixes channels in one of the dims that they may be in. Of tensors that may have them in
                 other dims than each other, one choice of these that fits is taken for what the model means.
         """
-        choices = dict.fromkeys(cuts for each in call.tensors if (cuts := self._cuts.get(each)) is not None)
+        choices = dict.fromkeys(cuts for each in call.tensors if (cuts := self._marks.cuts_of(each)))
         found: Any = WeakIdKeyDictionary()
         errors: list[Mixed] = []
         for chosen in itertools.product(*choices):
@@ -179,14 +203,18 @@ class _Channels(FunctionWatch):
         return found  # type: ignore[no-any-return]
 
     def _cut_in(self, taken: Mapping[tuple[ChannelCut, ...], ChannelCut], tensor: Tensor) -> ChannelCut | None:
-        return taken.get(self._cuts.get(tensor, ()))
+        return taken.get(self._marks.cuts_of(tensor))
 
     def _note_mixed(self, call: FunctionCall, refused: Misuse) -> None:
         """What is detached may only be read, as for a log: it is refused where a model computes with or returns it."""
         for each in call.results:
             if each.requires_grad:
                 raise refused
-            self._mixed[each] = refused
+            self._marks.note_mixed(each, refused, call.tensors)
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
 def _is_called_here(frame: FrameType | None) -> bool:

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["TAKES", "ChannelCut", "ChannelCuts", "ChannelRule", "FunctionCall", "Mixed", "leaves", "merged"]
+__all__ = [
+    "TAKES",
+    "ChannelCut",
+    "ChannelCuts",
+    "ChannelRule",
+    "FunctionCall",
+    "HeadCounts",
+    "Mixed",
+    "leaves",
+    "merged",
+]
 
 TAKES = "takes channels by their places, and each rank has other ones there"
+
+
+@dataclass(frozen=True, eq=False)
+class HeadCounts:
+    """Numbers of heads, in one forward, by which those of this rank are told from those of the whole.
+
+    Attributes:
+        ranks: how many there are.
+        here: how many heads this rank has, of some matrix.
+    """
+
+    ranks: int
+    here: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -24,16 +47,14 @@ class ChannelCut:
         sizes: what this rank has of each of the runs that the whole dim is made of: of several matrices that are fused
             into one, or of each sequence where these were put before the heads.
         heads: of each run that is channels, of how many heads they are on this rank; None: that is not known.
-        ranks: how many there are.
-        in_heads: whether the dim is of heads already, or of channels that came from there.
+        counts: of this forward.
     """
 
     name: str
     dim: int
     sizes: tuple[int, ...]
     heads: tuple[int | None, ...]
-    ranks: int
-    in_heads: bool = False
+    counts: HeadCounts
 
     @property
     def numel(self) -> int:

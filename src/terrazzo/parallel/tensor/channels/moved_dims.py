@@ -18,7 +18,7 @@ from terrazzo.parallel.tensor.channels.cut_dim import (
     merged,
 )
 from terrazzo.parallel.tensor.channels.places import PLACES
-from terrazzo.parallel.tensor.channels.split_views import flattened, through_view, unflattened
+from terrazzo.parallel.tensor.channels.split_views import through_view
 
 __all__ = ["MOVES"]
 
@@ -79,16 +79,17 @@ def _viewed(call: FunctionCall, cut: ChannelCut, result: Tensor) -> list[Channel
     return through_view(cut, call.first.shape, shape, _inferred(given))
 
 
-def _flattened(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
-    names = ("start_dim", "end_dim")
-    (start,), (last,) = (call.dims(call.argument(n + 1, names[n], default=-n)) for n in (0, 1))
-    return flattened(cut, call.first.shape, start, last + 1)
+def _flattened(call: FunctionCall, cut: ChannelCut, result: Tensor) -> list[ChannelCut]:
+    (start,) = call.dims(call.argument(1, "start_dim", default=0))
+    if result.dim() == call.first.dim():
+        return [cut]
+    behind = through_view(cut, call.first.shape, result.shape, start)
+    return [each for each in behind if each.dim == start] or behind  # whose size nobody has given
 
 
 def _unflattened(call: FunctionCall, cut: ChannelCut, result: Tensor) -> list[ChannelCut]:
-    (dim,), given = call.dims(call.argument(1, "dim")), call.argument(2, "sizes")
-    sizes = result.shape[dim : dim + 1 + result.dim() - call.first.dim()]
-    return unflattened(cut, call.first.shape[dim], dim, sizes, _inferred(given))
+    (dim,), place = call.dims(call.argument(1, "dim")), _inferred(call.argument(2, "sizes"))
+    return through_view(cut, call.first.shape, result.shape, None if place is None else dim + place)
 
 
 def _inferred(given: Any) -> int | None:

@@ -1,14 +1,32 @@
-"""What a view makes of the dim that ranks have in parts: heads of channels, and channels of heads."""
+"""What a view makes of the dim that ranks have in parts: heads of channels, and channels of heads.
+
+A view names sizes, and a model takes each either from the tensor that it views, where it is this rank's, or from
+elsewhere, where it is of the whole. So one dim of the new shape is larger by the number of ranks on the whole tensor:
+that of -1, if no size is this rank's, or else one whose size is. Each dim is such a reading; it is right if the ranks'
+parts lie side by side along it. Which are taken:
+
+    -1               a size that is given                         taken
+    right, of one                                                 that of -1
+    right                                                         that of -1, and those that may be (`_may_be`)
+    wrong            right, and surely this rank's (`_is_sure`)   those
+    none was given   right, and nothing before it has changed     that
+    none was given   right, and of heads (`_is_of_heads`)         those
+    none was given   right, and may be this rank's (`_may_be`)    those
+    wrong, or none   none of these                                none: the view is refused
+
+Beside them those are taken that are as simple: they are right, and have no more runs in a row. Where several are
+taken, computing along any of them is refused.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, Mixed
 
-__all__ = ["flattened", "through_view", "unflattened"]
+__all__ = ["through_view"]
 
 _HEADS = (
     "makes heads of channels, and does not say how many each rank has: view them as [..., -1, channels of a head], or "
@@ -23,91 +41,114 @@ def through_view(cut: ChannelCut, old: Sequence[int], new: Sequence[int], inferr
         inferred: the dim of the new shape whose size was given as -1.
 
     Raises:
-        Mixed: on the whole tensor, the view would not have the ranks' parts side by side.
+        Mixed: on the whole tensor, the view may not have the ranks' parts side by side.
     """
+    old, new = [*old], [*new]
     if 0 in old:
         return []
-    before, after = _group(old, new, cut.dim)
-    same_behind = len(old) - before.start == len(new) - after.start
-    is_kept = len(before) == len(after) == 1 and (same_behind or len(new) >= len(old))
-    if old[cut.dim] == 1 and not is_kept:
-        return _of_one_head(cut, math.prod(old[cut.dim + 1 :]), new, inferred)
-    outer = math.prod(old[before.start : cut.dim])
-    inner = math.prod(old[cut.dim + 1 : before.stop])
-    sizes, heads = tuple(size * inner for size in cut.sizes) * outer, cut.heads * outer
-    if len(after) == 1:
-        found = [replace(cut, dim=after.start, sizes=sizes, heads=heads)]
-        if len(sizes) > 1 == max(sizes) and not same_behind and 1 in new[after.stop : after.stop + 1]:
-            found.append(replace(cut, dim=after.stop, sizes=(1,), heads=heads[:1]))  # of one head of each sequence
-        return [each for each in found if each.dim == inferred] or found
-    if len(set(sizes)) > 1:
-        raise Mixed(cut, "views parts of several matrices, of other sizes, as one")
-    left, dim = len(sizes), after.start
-    while left > 1 and left % new[dim] == 0:
-        left //= new[dim]
-        dim += 1
-    if left > 1 and new[dim] % left:
-        raise Mixed(cut, "puts channels of several positions together")
-    if cut.in_heads and left == new[dim] == 1 and dim != inferred:  # of one group of heads here: which dim is longer?
-        either = range(dim, min(dim + 2, after.stop))
-        return [replace(cut, dim=each, sizes=(new[each],), heads=(None,)) for each in either]
-    if inferred is not None and inferred in after and math.prod(new[dim:inferred]) == left == 1:
-        dim = inferred
-    within = math.prod(new[dim + 1 : after.stop])
-    own = (new[dim] // left,) * left
-    if within > 1 and not (dim == inferred or own[0] == sizes[0]):
-        _check_heads(cut, own[0], heads[0], inferred is not None and inferred in after)
-    return [replace(cut, dim=dim, sizes=own, heads=(None,) * left, in_heads=cut.in_heads or within > 1)]
-
-
-def flattened(cut: ChannelCut, old: Sequence[int], start: int, stop: int) -> ChannelCut:
-    """The dim where those from `start` to before `stop` have been made one."""
-    if not start <= cut.dim < stop:
-        return replace(cut, dim=cut.dim - (stop - start - 1) * (cut.dim >= stop))
-    outer, inner = math.prod(old[start : cut.dim]), math.prod(old[cut.dim + 1 : stop])
-    return replace(cut, dim=start, sizes=tuple(size * inner for size in cut.sizes) * outer, heads=cut.heads * outer)
-
-
-def unflattened(cut: ChannelCut, old: int, dim: int, sizes: Sequence[int], inferred: int | None) -> list[ChannelCut]:
-    """The dim where one of `old` elements has been made several, of `sizes`."""
-    if dim != cut.dim:
-        return [replace(cut, dim=cut.dim + (len(sizes) - 1) * (dim < cut.dim))]
-    return [replace(each, dim=each.dim + dim) for each in through_view(replace(cut, dim=0), [old], sizes, inferred)]
-
-
-def _of_one_head(cut: ChannelCut, inner: int, new: Sequence[int], inferred: int | None) -> list[ChannelCut]:
-    """The new dims that all heads may have been made one with, where this rank has one, of `inner` elements."""
-    found, behind = [], math.prod(new)
-    for dim, size in enumerate(new):
-        behind //= size
-        if inner % behind == 0 and (size * behind) % inner == 0:
-            outer = size * behind // inner
-            found.append(replace(cut, dim=dim, sizes=(inner // behind,) * outer, heads=cut.heads * outer))
-    return [each for each in found if each.dim == inferred] or found
-
-
-def _check_heads(cut: ChannelCut, leading: int, heads: int | None, other_inferred: bool) -> None:
-    """Check that the first dim of a view, of a size that is given, is of this rank's heads and not of all."""
-    if heads is None:
-        fits = cut.in_heads
-    else:  # groups of heads, or parts of each
-        fits = heads % leading == 0 or (leading % heads == 0 and leading != heads * cut.ranks and not other_inferred)
-    if not fits:
+    if old == new:
+        return [cut]
+    readings = {dim: found for dim in range(len(new)) if (found := _reading(cut, old, new, dim)) is not None}
+    kept = cut.dim if old[: cut.dim + 1] == new[: cut.dim + 1] and len(cut.sizes) == 1 else None
+    if inferred in readings:
+        if math.prod(new[inferred + 1 :]) > math.prod(old[cut.dim + 1 :]):
+            readings[inferred] = _with_heads(cut, readings[inferred])
+        taken = [inferred]
+        if new[inferred] > 1:
+            taken += [dim for dim in readings if _may_be(cut, old, new, readings[dim])]
+            taken += _as_simple(readings, taken[:1])
+        return [each for dim, each in readings.items() if dim in taken or dim == kept]
+    if kept in readings:
+        return [readings[kept]]
+    taken = [dim for dim in readings if _is_of_heads(cut, new, readings[dim])]
+    if inferred is None:
+        taken = taken or [dim for dim in readings if _may_be(cut, old, new, readings[dim])]
+    else:
+        taken = [dim for dim in readings if _is_sure(cut, old, new, readings[dim])]
+    if not taken:
         raise Mixed(cut, _HEADS)
+    return [each for dim, each in readings.items() if dim in taken or dim in _as_simple(readings, taken)]
 
 
-def _group(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[range, range]:
-    """The dims around one of the old ones, and the new ones that have their elements."""
-    i = j = 0
-    while i < len(old):
-        first, other = i, j
-        a, b = old[i], new[j] if j < len(new) else 1
-        i, j = i + 1, j + 1
-        while a != b:
-            if a < b:
-                a, i = a * old[i], i + 1
-            else:
-                b, j = b * new[j], j + 1
-        if first <= dim < i:
-            return range(first, i), range(other, min(j, len(new)))
-    raise AssertionError("a dim of the old shape")
+def _as_simple(readings: Mapping[int, ChannelCut], taken: Sequence[int]) -> list[int]:
+    """Those with no more runs in a row than one of some others."""
+    fewest = min(len(readings[dim].sizes) for dim in taken)
+    return [dim for dim, each in readings.items() if len(each.sizes) <= fewest]
+
+
+def _reading(cut: ChannelCut, old: Sequence[int], new: Sequence[int], dim: int) -> ChannelCut | None:
+    """The cut, if this is the new dim that is larger on the whole tensor; None: parts are not side by side along it.
+
+    Both shapes are one row of elements: the runs of each position, one behind the other. A row along the new dim must
+    be of whole runs, and each row of the same ones.
+    """
+    positions, inner = math.prod(old[: cut.dim]), math.prod(old[cut.dim + 1 :])
+    rows, behind = math.prod(new[:dim]), math.prod(new[dim + 1 :])
+    runs = _runs_of_a_row([*zip(cut.sizes, cut.heads, strict=True)], positions, rows)
+    if runs is None or any(size * inner % behind for size, _ in runs):
+        return None
+    return replace(
+        cut, dim=dim, sizes=tuple(size * inner // behind for size, _ in runs), heads=tuple(n for _, n in runs)
+    )
+
+
+def _runs_of_a_row(
+    runs: list[tuple[int, int | None]], positions: int, rows: int
+) -> list[tuple[int, int | None]] | None:
+    """Those that each of `rows` has of the runs of all positions; None where rows have other ones than each other."""
+    each, left = divmod(positions * len(runs), rows)
+    if left or each == 0:
+        return None
+    if runs == runs[:1] * len(runs):
+        return runs[:1] * each
+    if each % len(runs) == 0:
+        return runs * (each // len(runs))
+    times, left = divmod(len(runs), each)
+    return runs[:each] if not left and runs == runs[:each] * times else None
+
+
+def _with_heads(cut: ChannelCut, found: ChannelCut) -> ChannelCut:
+    """Heads that -1 has made of channels: so many has this rank, if the plan does not know it better."""
+    for size, known in zip(found.sizes, found.heads, strict=True):
+        if known is not None and size == known * cut.counts.ranks:  # of channels of a head of the whole over these here
+            raise Mixed(cut, _HEADS)
+    cut.counts.here.update(found.sizes)
+    heads = (size if known is None else known for size, known in zip(found.sizes, found.heads, strict=True))
+    return replace(found, heads=tuple(heads))
+
+
+def _may_be(cut: ChannelCut, old: Sequence[int], new: Sequence[int], found: ChannelCut) -> bool:
+    """Whether the size of a new dim may be this rank's: of old dims together, or of heads that it has."""
+    starts = [math.prod(old[:place]) for place in range(cut.dim + 1)]
+    ends = [math.prod(old[place:]) for place in range(cut.dim + 1, len(old) + 1)]
+    is_of_old = math.prod(new[: found.dim]) in starts and math.prod(new[found.dim + 1 :]) in ends
+    return is_of_old or _is_of_heads(cut, new, found)
+
+
+def _is_sure(cut: ChannelCut, old: Sequence[int], new: Sequence[int], found: ChannelCut) -> bool:
+    """Whether the size of a new dim is this rank's, beside a -1 that would be wrong if it were the whole one's.
+
+    It is if all new dims are old ones, alone or together, and the size is not the same without this rank's part.
+    """
+    is_of_old = max(cut.sizes) > 1 and _are_old_dims(old, new)
+    return is_of_old or _is_of_heads(cut, new, found)
+
+
+def _is_of_heads(cut: ChannelCut, new: Sequence[int], found: ChannelCut) -> bool:
+    """Whether the size of a new dim is that of all heads which this rank has, or of groups of them."""
+    size, heads = new[found.dim], found.heads[0]
+    if len(found.sizes) > 1 or heads is None:
+        return False
+    return size == heads or (size in cut.counts.here and heads % size == 0)
+
+
+def _are_old_dims(old: Sequence[int], new: Sequence[int]) -> bool:
+    """Whether each new dim is an old one, or several that were neighbours."""
+    rest = iter(old)
+    for size in new:
+        together = next(rest, 0)
+        while 0 < together < size:
+            together *= next(rest, 0)
+        if together != size:
+            return False
+    return all(size == 1 for size in rest)
