@@ -27,6 +27,7 @@ from tests.engine.toys import (
     on_ranks,
 )
 from tests.helpers.cover import places
+from tests.helpers.fake import fake_group
 
 SPLIT = ("zero3", "shard_grad_op", "hpz", "hybrid_shard", "hfsdp")
 
@@ -323,6 +324,16 @@ def test_leaves_that_are_returned_and_kept(plan: str) -> None:
     for found, hooks in on_ranks(2, body):
         assert_close(found, dict(alone.named_parameters()), 1e-5)
         assert hooks <= 2  # one of this engine's for the last forward, and one that stays
+
+
+@pytest.mark.parametrize("takes", [torch.autograd.grad, torch.autograd.backward])
+def test_gradients_of_frozen_weights_are_refused_by_name(takes: Any) -> None:
+    base = Net()
+    base.blocks[0].up.weight.requires_grad_(False)
+    with fake_group(2):
+        model, _ = tz.shard(base, None, "zero3")
+        with pytest.raises(tz.Misuse, match=r"gradient of 'blocks\.0\.up\.weight' .* frozen"):
+            takes(loss_of(model, batch()), inputs=[model.blocks[0].up.weight])
 
 
 @pytest.mark.cover(strength=1, turns=2, plan=places)

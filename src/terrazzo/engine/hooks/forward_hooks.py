@@ -51,6 +51,7 @@ class ForwardHooks:
 
     def __init__(
         self,
+        model: nn.Module,
         units: Sequence[Unit],
         schedule: Schedule,
         sharding: ShardingSpec,
@@ -66,6 +67,9 @@ class ForwardHooks:
         self.refuse(None)
         self.ask: Callable[[int], None] = do_nothing  # whether the forward of a unit may begin
         self._pass_call: Callable[[], Callable[..., Any] | None] = do_nothing  # weakly, the call that is the pass
+        members = [member for unit in units for bucket in unit.buckets for member in bucket.members]
+        lets_in = self._alone and not denominator.loss_scale.scales
+        self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, lets_in)
         storages = Storages()
         for unit in units:
             for bucket in unit.buckets:
@@ -86,9 +90,6 @@ class ForwardHooks:
             for member in (member for bucket in unit.buckets for member in bucket.members):
                 if (note := note_of(member.parameter)) is not None:
                     note.reach = weakly(self, ForwardHooks.reach, unit.index)
-        members = [member for unit in self._units for bucket in unit.buckets for member in bucket.members]
-        lets_in = self._alone and not self._denominator.loss_scale.scales
-        self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, lets_in)
         for module in model.modules():
             module.register_state_dict_post_hook(eager(weakly(self._copies, WeightCopies.in_state_dict)))
         model.register_forward_hook(eager(weakly(self, ForwardHooks.after_model)))

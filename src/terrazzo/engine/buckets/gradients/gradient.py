@@ -60,8 +60,8 @@ class Gradient:
         spec: says how gradients are summed over ranks, in which dtypes, where sums rest, and which residuals there are.
 
     Attributes:
-        seen: for each parameter, whether it has received a gradient since the last `zero`: on this rank, and from
-            `agree_on_seen` on, on any rank.
+        seen: for each parameter, whether a gradient of it is known to have come since the last `zero`: on this rank, or
+            on another that has told so by `sum_tied` or `agree_on_seen`.
         finished: the finished gradient.
         residuals: what its codes have lost, with error feedback: of gradients, and of sums that are sent in codes too.
     """
@@ -156,15 +156,15 @@ class Gradient:
         with self.ledger.holding(own.nbytes * (len(tied) - 1)):
             own.copy_(functools.reduce(torch.add, _of_tied(axes, tied, own, "tied")))
         seen = torch.tensor(self.seen, device=HOST)
-        self.seen = functools.reduce(torch.logical_or, _of_tied(axes, tied, seen, "control")).tolist()
+        self.agree_on_seen(functools.reduce(torch.logical_or, _of_tied(axes, tied, seen, "control")).tolist())
 
     def agree_on_seen(self, flags: Iterable[int]) -> None:
-        """Take over which parameters have received a gradient on any rank: they count as seen here.
+        """Ranks have told of which parameters gradients have come to any of them.
 
         Args:
             flags: of each parameter, 0 where no rank did.
         """
-        self.seen = [bool(flag) for flag in flags]
+        self.seen = [own or bool(flag) for own, flag in zip(self.seen, flags, strict=True)]
 
     # -- over the ranks ----------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.runtime.private_torch import plainly
+from terrazzo.errors import Misuse
 
 __all__ = ["DIFFERENTIATE", "differentiated"]
 
@@ -47,6 +48,12 @@ def _is_ours(root: Any) -> bool:
 def _edge(wanted: Any) -> Any:
     if not _is_ours(wanted):
         return wanted
+    if not wanted.requires_grad:
+        name = wanted.terrazzo_note.name
+        raise Misuse(
+            f"The gradient of {name!r} was asked for, by torch.autograd.grad or backward(inputs=...), and that is "
+            "frozen: its requires_grad is False. Leave it out, or unfreeze it before tz.shard."
+        )
     with plainly():
         return get_gradient_edge(wanted)
 
