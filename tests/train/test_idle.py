@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from terrazzo.config import CONFIG_KEYS, config_from_dict, load_config
-from terrazzo.engine import Offload, Plan, Precision
+from terrazzo.engine import Offload, Plan, Precision, formats_without_messages
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight.idle_keys import _OF_ONE_RANK, _RULES, idle_notes
 from terrazzo.train.settings.plan import build_precision, precision_of_run
@@ -166,7 +166,7 @@ ALWAYS = """
 
 def test_every_key_of_the_schema_is_judged() -> None:
     ruled = {key for rule in (*_RULES, *_OF_ONE_RANK) for key in rule.keys.split()} | {"launch.ranks"}
-    unused = Precision.unused_under(Plan.named("zero0"), ())
+    unused = formats_without_messages(Plan.named("zero0"), ())
     ruled |= {f"precision.{name}" for names in unused.values() for name in names}
     ruled |= {f"offload.{name}" for names in Offload.unused_under(Plan.named("zero0")).values() for name in names}
     judged = [key for glob in f"{REFUSED} {ALWAYS}".split() for key in fnmatch.filter(CONFIG_KEYS, glob)]

@@ -118,6 +118,7 @@ from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.place import OFFLOADS, PLANS, Place, Plan
 from terrazzo.engine.plan.precision import DTYPE_NAMES, DTYPES, MOMENTS_NAMES, PRECISIONS, LossScaling, Precision
 from terrazzo.engine.sharding.attach import attach
+from terrazzo.engine.sharding.settings_checks import formats_without_messages
 from terrazzo.engine.sharding.shard import estimate, shard
 from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer, check_no_extra_state, persistent_buffers
 from terrazzo.engine.states.model_state import ModelState, ParameterInfo
@@ -186,6 +187,7 @@ __all__ = [
     "estimate",
     "find_engine",
     "find_units",
+    "formats_without_messages",
     "gathered",
     "give_up",
     "inside_backward",

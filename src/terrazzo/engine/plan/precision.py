@@ -20,7 +20,6 @@ from terrazzo.engine.formats.format_names import (
 )
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import ALIGN
-from terrazzo.engine.plan.place import Plan
 from terrazzo.errors import BadInput
 from terrazzo.given_numbers import is_count, is_number, is_power_of_two
 from terrazzo.messages import did_you_mean
@@ -203,22 +202,6 @@ class Precision:
             known = ", ".join(PRECISIONS)
             raise BadInput(f"There is no precision {preset!r}.{did_you_mean(preset, PRECISIONS)} Presets are {known}.")
         return PRECISIONS[preset]
-
-    @staticmethod
-    def unused_under(plan: Plan, data: Sequence[str]) -> dict[str, Sequence[str]]:
-        """Names of settings that change nothing on a mesh, by the reason why.
-
-        Args:
-            plan: in axes with more than one rank.
-            data: those of them along which ranks see different data.
-        """
-        unused: dict[str, Sequence[str]] = {}
-        if not plan.weight.axes and not plan.optim.axes:
-            unused["every rank has all weights and updates all, so that none are gathered"] = ("gather",)
-        if not data:
-            why = "no two ranks see different data, so that no gradients are summed over ranks"
-            unused[why] = ("quantized_reduce", "error_feedback")
-        return unused
 
     @property
     def stochastic(self) -> bool:

@@ -30,6 +30,7 @@ __all__ = [
     "check_offload",
     "check_precision",
     "check_several",
+    "formats_without_messages",
     "warn_of_unused",
     "warn_of_unused_formats",
 ]
@@ -142,9 +143,27 @@ def warn_of_unused(plan: Plan, offload: Offload, activations: bool) -> None:
         _warn_of(offload, names, plan, why, f", or place states there, as plan 'zero3@{tier}' does")
 
 
+def formats_without_messages(plan: Plan, data: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Names of settings of a `Precision` for messages that no rank sends, by the reason why.
+
+    Args:
+        plan: in axes with more than one rank.
+        data: those of them along which ranks see different data.
+    """
+    unused: dict[str, Sequence[str]] = {}
+    if not plan.weight.axes and not plan.optim.axes:
+        unused["every rank has all weights and updates all, so that none are gathered"] = ("gather",)
+    if not data:
+        why = "no two ranks see different data, so that no gradients are summed over ranks"
+        unused[why] = ("quantized_reduce", "error_feedback")
+    return unused
+
+
 def warn_of_unused_formats(sharding: ShardingSpec, buckets: Iterable[BucketLayout]) -> None:
-    """Warn of what a precision says of messages where none of `buckets` has any; see `Precision.unused_under`."""
-    of_buckets = [Precision.unused_under(bucket.spec.plan, seeing_other_data(bucket.spec.ranks)) for bucket in buckets]
+    """Warn of what a precision says of messages where none of `buckets` has any."""
+    of_buckets = [
+        formats_without_messages(bucket.spec.plan, seeing_other_data(bucket.spec.ranks)) for bucket in buckets
+    ]
     for why, names in of_buckets[0].items():
         if all(why in unused for unused in of_buckets):
             _warn_of(sharding.precision, names, sharding.mesh_plan, why)

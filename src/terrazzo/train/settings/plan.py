@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig
-from terrazzo.engine import OFFLOADS, PLANS, DiLoCo, Offload, Plan, Precision, WireFormat
+from terrazzo.engine import OFFLOADS, PLANS, DiLoCo, Offload, Plan, Precision, WireFormat, formats_without_messages
 from terrazzo.engine.mesh.family import DATA_AXES
 from terrazzo.errors import BadInput
 from terrazzo.messages import counted
@@ -160,8 +160,8 @@ def unused_formats(config: Config, world_size: int) -> dict[str, Sequence[str]]:
     data = [axis for axis in DATA_AXES if sizes.get(axis, 1) > 1 and axis not in apart]
     group = math.prod(sizes.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
     if (experts := sizes.get("ep", 1)) > 1 and group > experts:  # whose copies are split and summed over all of these
-        return Precision.unused_under(build_plan(config), DATA_AXES)
-    return Precision.unused_under(build_plan(config).over(data), data)
+        return formats_without_messages(build_plan(config), DATA_AXES)
+    return formats_without_messages(build_plan(config).over(data), data)
 
 
 def scaled_for_sums(precision: Precision, config: Config) -> Precision:
