@@ -20,6 +20,7 @@ from terrazzo.engine.formats import block_format
 from terrazzo.engine.partition.unit_choice import find_units
 from terrazzo.engine.partition.unit_members import partition
 from terrazzo.engine.plan import error_feedback
+from terrazzo.engine.plan.bucket_bytes import pending_bytes
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.plan.place import OFFLOADS, ON_DEVICE
 from terrazzo.planner.layout.buckets import buckets
@@ -278,4 +279,4 @@ def test_what_gloo_receives(ranks: int, per_node: int) -> None:
     setup = Setup(ModelShape("one", (unit,)), Cluster(host, ranks), Plan.named("zero3"), Mesh(dp_shard=ranks))
     (bucket,) = buckets(unit, placement_of(setup, ON_DEVICE))
     (move,) = bucket.sums.last.partial
-    assert move.received_bytes == collectives.receive_bytes(bucket.pending_bytes(GradientFate.REDUCED))
+    assert move.received_bytes == collectives.receive_bytes(pending_bytes(bucket, GradientFate.REDUCED))

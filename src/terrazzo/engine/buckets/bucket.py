@@ -21,7 +21,7 @@ from terrazzo.engine.buckets.weights.weight_gathers import update_way
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.formats.bf16_remainder import split_remainder
 from terrazzo.engine.instrumentation.traffic import Ledger
-from terrazzo.engine.plan.bucket_spec import StateBytes
+from terrazzo.engine.plan.bucket_bytes import StateBytes
 from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.runtime.private_torch import plainly
 

@@ -16,7 +16,8 @@ from terrazzo.engine.offload.needs import disk_bytes, host_bytes, host_sum_bytes
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.segments.group_runs import held_range, runs
 from terrazzo.engine.optim.stock.template import Templates
-from terrazzo.engine.plan.bucket_memory import publishes_late, resting_bytes
+from terrazzo.engine.plan.bucket_bytes import average_at_rest, resting_bytes
+from terrazzo.engine.plan.bucket_memory import publishes_late
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 
 __all__ = ["MemoryBill", "memory_bill"]
@@ -119,7 +120,7 @@ def memory_bill(
 
 def _average_bytes(specs: Sequence[BucketSpec]) -> tuple[int, int]:
     """Bytes of an average of the trained weights: on the device, and in host memory."""
-    averages = [spec.average for spec in specs if spec.trainable]
+    averages = [average_at_rest(spec) for spec in specs if spec.trainable]
     on_device, on_host = (sum(each.nbytes for each in averages if each.tier == tier) for tier in ("device", "cpu"))
     return on_device, on_host
 

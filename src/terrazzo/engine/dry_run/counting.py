@@ -15,7 +15,7 @@ from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.transfer import Handle, Moves, Released, Transfer
 from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic, kind_of_traffic
-from terrazzo.engine.plan import bucket_memory
+from terrazzo.engine.plan import bucket_bytes, bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.moves import Divisor, GradientFate, MoveBytes
@@ -235,7 +235,7 @@ class CountingBucket:
 
     def gather(self) -> None:
         if not self.present:
-            again = self._is_kept and self.spec.between_bytes > 0
+            again = self._is_kept and bucket_bytes.between_bytes(self.spec) > 0
             self.present, self._gathered_again, self._arrives = True, again, True
             self._count(bucket_memory.gather(self.spec, again))
             self._is_kept = self._is_kept or self.spec.weight_wire.codes_stay
@@ -280,18 +280,18 @@ class CountingBucket:
 
     def accumulate_gradients(self, fate: GradientFate) -> None:
         if not self._pending_bytes:
-            self._pending_bytes = self.spec.pending_bytes(fate)
+            self._pending_bytes = bucket_bytes.pending_bytes(self.spec, fate)
             self._transient.acquire(self._pending_bytes)
 
     def sum_tied(self) -> None:
-        with self._transient.holding(bucket_memory.copied_bytes(self.spec, self._pending_bytes)):
+        with self._transient.holding(bucket_bytes.copied_bytes(self.spec, self._pending_bytes)):
             for _ in self.spec.tied_ranks[1:]:
                 self._traffic.record("send", self._pending_bytes)
 
     def reduce(self, fate: GradientFate) -> Moves[None]:
         pending_bytes, self._pending_bytes = self._pending_bytes, 0
         partial_bytes = self._partial_bytes
-        self._partial_bytes = 0 if fate is GradientFate.FINISHED else self.spec.partial_bytes
+        self._partial_bytes = 0 if fate is GradientFate.FINISHED else bucket_bytes.partial_bytes(self.spec)
         for event in bucket_memory.reduction(self.spec, fate, pending_bytes, partial_bytes):
             if isinstance(event, Allocation):
                 self._count([event])

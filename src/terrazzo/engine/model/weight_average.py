@@ -99,5 +99,5 @@ def _check_decay(decay: float) -> None:
 
 def _copy_of_master(bucket: Bucket) -> Buffer:
     master = bucket.exact
-    device = bucket.axes.device if bucket.spec.average.tier == "device" else torch.device("cpu")
+    device = bucket.axes.device if bucket.spec.average_tier == "device" else torch.device("cpu")
     return Buffer(bucket.space, bucket.spec.optim_axes, master.copied(master.range, device))

@@ -11,7 +11,8 @@ from terrazzo.engine.buckets.bucket_layout import BucketLayout
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.segments.group_runs import runs
 from terrazzo.engine.optim.stock.template import Templates
-from terrazzo.engine.plan.bucket_spec import BucketSpec, StateBytes
+from terrazzo.engine.plan.bucket_bytes import StateBytes, states_at_rest, weight_bytes
+from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up
 
 __all__ = [
@@ -129,7 +130,7 @@ def need_of(buckets: Sequence[BucketLayout], templates: Templates, cell: int) ->
     for bucket in buckets:
         windows = moment_windows(bucket, templates, cell) if templates and bucket.spec.updated_off_device else {}
         itemsize = bucket.spec.precision.moments.itemsize
-        resting += bucket.spec.at_rest([each.numel * itemsize for each in windows.values()])
+        resting += states_at_rest(bucket.spec, [each.numel * itemsize for each in windows.values()])
         staging = max(staging, staging_bytes(bucket.spec, [itemsize] * len(windows), cell))
     return Need(
         cpu=tuple(state.nbytes for state in resting if state.tier == "cpu"),
@@ -144,10 +145,10 @@ def load_bytes(spec: BucketSpec, cell: int) -> int:
     """One cell of weights that are gathered from `nvme`, to compute with them or to make new ones of master weights."""
     if spec.tiers.weight != "nvme":
         return 0
-    weight_bytes = spec.weight_bytes(min(cell, spec.numel(spec.weight_axes)))
+    cell_bytes = weight_bytes(spec, min(cell, spec.numel(spec.weight_axes)))
     if not (spec.has_own_master and spec.tiers.optim == "nvme" and spec.gathers_apart):
-        return weight_bytes
-    return max(weight_bytes, min(cell, spec.numel(spec.optim_axes)) * spec.precision.master.itemsize)
+        return cell_bytes
+    return max(cell_bytes, min(cell, spec.numel(spec.optim_axes)) * spec.precision.master.itemsize)
 
 
 def staging_bytes(spec: BucketSpec, moments: Sequence[float], cell: int) -> int:

@@ -1,8 +1,8 @@
-"""Memory that a bucket allocates and frees on the device at each event of a step, in bytes. This is said here alone.
+"""Memory that a bucket allocates and frees on the device at each event of a step. When that is, is said here alone.
 
-`BucketSpec` says how many bytes there are of a state, this when they come and go. Events have no order of their own:
-the dry run counts in the order of the engine's schedule (`CountingBucket`), the planner's search in that of its walk
-(`terrazzo.planner.memory.unit_events`). The engine does with tensors what is listed here; tests compare the peaks.
+Events have no order of their own: the dry run counts in the order of the engine's schedule (`CountingBucket`), the
+planner's search in that of its walk (`terrazzo.planner.memory.unit_events`). The engine does with tensors what is
+listed here; tests compare the peaks.
 
     gather          weights are asked for, and none are here; `again`: what `between` keeps of them is here
     decode          what was sent in blocks of 8 bits, or as codes, has come
@@ -13,18 +13,23 @@ the dry run counts in the order of the engine's schedule (`CountingBucket`), the
     publish         new weights are brought from where they were stepped to where they rest
     reduction       gradients are summed over ranks, one collective after the other
 
-What stays there, `resting_bytes`. Amounts that these events alone have are here, `finished_bytes`, `staying_bytes` and
-`copied_bytes`; the others are the spec's: `pending_bytes` with a bucket's first gradient. What passes through the
-host's memory: `terrazzo.engine.offload.needs`.
+How much, `bucket_bytes` says: with a bucket's first gradient `pending_bytes` come, and `resting_bytes` stay throughout.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from terrazzo.engine.plan.bucket_bytes import (
+    arriving_bytes,
+    between_bytes,
+    finished_bytes,
+    full_bytes,
+    partial_bytes,
+    scratch_bytes,
+)
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.moves import GradientFate, MoveBytes
 
@@ -34,18 +39,14 @@ __all__ = [
     "InFlight",
     "StepMemory",
     "arrive",
-    "copied_bytes",
     "decode",
     "drop_between",
-    "finished_bytes",
     "gather",
     "publish",
     "publishes_late",
     "reduction",
     "release",
     "rest_between",
-    "resting_bytes",
-    "staying_bytes",
 ]
 
 
@@ -109,11 +110,11 @@ def gather(spec: BucketSpec, again: bool) -> Iterator[Allocation]:
     """
     if spec.resident:
         return
-    arriving_bytes = _arriving_bytes(spec, again)
-    yield Allocation(_GATHERED, arriving_bytes)
-    if spec.gathers_into_place or not arriving_bytes:
-        yield Allocation(_GATHERED, spec.full_bytes)
-    if arriving_bytes:
+    message_bytes = arriving_bytes(spec, again)
+    yield Allocation(_GATHERED, message_bytes)
+    if spec.gathers_into_place or not message_bytes:
+        yield Allocation(_GATHERED, full_bytes(spec))
+    if message_bytes:
         yield from _scratch(spec)
 
 
@@ -124,22 +125,18 @@ def decode(spec: BucketSpec, again: bool) -> Iterator[Allocation]:
     """
     if spec.weight_wire.codes_stay:
         if not again:
-            yield Allocation(_GATHERED, spec.between_bytes)
+            yield Allocation(_GATHERED, between_bytes(spec))
         yield from _scratch(spec)
-    if arriving_bytes := _arriving_bytes(spec, again):
+    if message_bytes := arriving_bytes(spec, again):
         if not spec.gathers_into_place:
-            yield Allocation(_GATHERED, spec.full_bytes)
+            yield Allocation(_GATHERED, full_bytes(spec))
         yield from _scratch(spec)
-        yield Allocation(_GATHERED, -arriving_bytes)
-
-
-def _arriving_bytes(spec: BucketSpec, again: bool) -> int:
-    return 0 if spec.resident else spec.arriving_bytes(spec.between_axes if again else spec.weight_axes)
+        yield Allocation(_GATHERED, -message_bytes)
 
 
 def _scratch(spec: BucketSpec) -> Iterator[Allocation]:
-    yield Allocation(_GATHERED, spec.scratch_bytes)
-    yield Allocation(_GATHERED, -spec.scratch_bytes)
+    yield Allocation(_GATHERED, scratch_bytes(spec))
+    yield Allocation(_GATHERED, -scratch_bytes(spec))
 
 
 def arrive(spec: BucketSpec) -> Iterator[Allocation]:
@@ -150,7 +147,7 @@ def arrive(spec: BucketSpec) -> Iterator[Allocation]:
 
 def drop_between(spec: BucketSpec) -> Iterator[Allocation]:
     """A step is over: what `between` kept goes."""
-    yield Allocation(_GATHERED, -spec.between_bytes)
+    yield Allocation(_GATHERED, -between_bytes(spec))
 
 
 def rest_between(spec: BucketSpec, is_kept: bool) -> Iterator[Allocation]:
@@ -161,20 +158,15 @@ def rest_between(spec: BucketSpec, is_kept: bool) -> Iterator[Allocation]:
     """
     if spec.regathered:
         if not is_kept:
-            yield Allocation(_GATHERED, spec.between_bytes)
-        yield Allocation(_GATHERED, -spec.full_bytes)
+            yield Allocation(_GATHERED, between_bytes(spec))
+        yield Allocation(_GATHERED, -full_bytes(spec))
 
 
 def release(spec: BucketSpec) -> Iterator[Allocation]:
     """Full weights go, and codes that are kept beside them."""
     if spec.weight_wire.codes_stay:
         yield from drop_between(spec)
-    yield Allocation(_GATHERED, -spec.full_bytes)
-
-
-def staying_bytes(spec: BucketSpec) -> int:
-    """Bytes that stay from forward to backward."""
-    return spec.between_bytes if spec.regathered else spec.full_bytes
+    yield Allocation(_GATHERED, -full_bytes(spec))
 
 
 def publish(spec: BucketSpec) -> Iterator[Allocation | InFlight]:
@@ -185,13 +177,13 @@ def publish(spec: BucketSpec) -> Iterator[Allocation | InFlight]:
     own = spec.numel(spec.weight_axes)
     apart_bytes = spec.gathers_apart * own * spec.weight_dtype.itemsize
     message_bytes = spec.update_wire.message_bytes(own)
-    scratch_bytes = spec.scratch_bytes if message_bytes else 0
+    encoding_bytes = scratch_bytes(spec) if message_bytes else 0
     yield Allocation(_GATHERED, apart_bytes)
     if spec.gathers_apart and spec.tiers.optim == "nvme":
         yield InFlight(None)
-    yield from (Allocation(_GATHERED, nbytes) for nbytes in (message_bytes, scratch_bytes, -scratch_bytes))
+    yield from (Allocation(_GATHERED, nbytes) for nbytes in (message_bytes, encoding_bytes, -encoding_bytes))
     yield from (InFlight(move) for move in spec.update_gathers)
-    yield from (Allocation(_GATHERED, nbytes) for nbytes in (scratch_bytes, -scratch_bytes, -message_bytes))
+    yield from (Allocation(_GATHERED, nbytes) for nbytes in (encoding_bytes, -encoding_bytes, -message_bytes))
     yield Allocation(_GATHERED, -apart_bytes)
 
 
@@ -204,26 +196,15 @@ def publishes_late(spec: BucketSpec) -> bool:
 # -- gradients -----------------------------------------------------------------------------------------------------
 
 
-def copied_bytes(spec: BucketSpec, pending_bytes: int) -> int:
-    """Unreduced gradients of the other stages that have the same parameters, as they come to be added."""
-    return pending_bytes * max(0, len(spec.tied_ranks) - 1)
-
-
-def finished_bytes(spec: BucketSpec) -> int:
-    """The finished gradient, if it stays on the device."""
-    here = spec.trainable and spec.tiers.grad == "device"
-    return here * spec.numel(spec.optim_axes) * spec.precision.accumulate.itemsize
-
-
 def reduction(
-    spec: BucketSpec, fate: GradientFate, pending_bytes: int, partial_bytes: int
+    spec: BucketSpec, fate: GradientFate, pending_bytes: int, earlier_bytes: int
 ) -> Iterator[Allocation | GivenBack | InFlight]:
     """A micro-batch's gradient is summed over ranks. Its memory is counted as under way by now.
 
     Args:
         fate: `REDUCED` or `FINISHED`.
         pending_bytes: of the unreduced gradient.
-        partial_bytes: sums of earlier micro-batches that are here.
+        earlier_bytes: sums of earlier micro-batches that are here.
     """
     partial, _, finish, _, finishing_bytes = spec.sums.of(fate)
     last, sum_bytes = fate is GradientFate.FINISHED, 0
@@ -238,9 +219,9 @@ def reduction(
     if partial:
         yield GivenBack(_RECEIVE, pending_bytes, lent=True)
     if last:
-        yield GivenBack(_UNREDUCED, partial_bytes, lent=True)
+        yield GivenBack(_UNREDUCED, earlier_bytes, lent=True)
     else:
-        yield Allocation(_UNREDUCED, spec.partial_bytes - partial_bytes)
+        yield Allocation(_UNREDUCED, partial_bytes(spec) - earlier_bytes)
     yield Allocation(_RECEIVE, finishing_bytes)
     for move in finish:
         yield from _in_flight(move)
@@ -254,11 +235,3 @@ def reduction(
 
 def _in_flight(move: MoveBytes) -> Sequence[InFlight]:
     return [InFlight(move, move.received_bytes * (step == 0), step == 0) for step in range(move.steps)]
-
-
-def resting_bytes(buckets: Iterable[BucketSpec]) -> Counter[str]:
-    """Bytes of each state of several buckets that rest on the device; moments left out."""
-    total = Counter[str]()
-    for state, tier, nbytes in (resting for bucket in buckets for resting in bucket.at_rest()):
-        total[state] += nbytes * (tier == "device")
-    return total

@@ -21,17 +21,15 @@ A `Bucket` is memory for one. The bill, the dry run and the planner ask the desc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
 from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.family import seeing_other_data
 from terrazzo.engine.plan.diloco import DiLoCo
-from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE
 from terrazzo.engine.plan.gradient_wire import Axis, GradientWire
 from terrazzo.engine.plan.kept_weights import Keep
 from terrazzo.engine.plan.moves import GradientFate, MoveBytes, ReductionMoves, Sums
@@ -39,15 +37,7 @@ from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, WeightWire
 
-__all__ = ["BucketSpec", "StateBytes"]
-
-
-class StateBytes(NamedTuple):
-    """A state at rest on one rank: `weight`, `master`, `grad`, `moments`, `outer` or `residuals`."""
-
-    state: str
-    tier: str
-    nbytes: int
+__all__ = ["BucketSpec"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -206,7 +196,12 @@ class BucketSpec:
     def gradient_wire(self) -> GradientWire:
         """Formats of gradients as they are summed over ranks, and the residuals that rest of them."""
         in_blocks = self.trainable and self.in_blocks
-        return GradientWire(self.ranks, self.optim_axes, self.precision, in_blocks, self._device_kind)
+        return GradientWire(self.ranks, self.optim_axes, self.precision, in_blocks, self.device_kind)
+
+    @property
+    def average_tier(self) -> str:
+        """Tier of an average of trained weights: host memory where the optimizer's state is off the device."""
+        return "device" if self.tiers.optim == "device" else "cpu"
 
     @property
     def residual_tier(self) -> str:
@@ -214,10 +209,11 @@ class BucketSpec:
         return "device" if self.tiers.grad == "device" else "cpu"
 
     @property
-    def _device_kind(self) -> str:
+    def device_kind(self) -> str:
+        """Kind of the device on which messages are encoded."""
         return "cpu" if self.on_host else "cuda"
 
-    # -- at rest -----------------------------------------------------------------------------------------------
+    # -- sizes -------------------------------------------------------------------------------------------------
 
     def numel(self, axes: tuple[str, ...]) -> int:
         """Elements of one rank when the space is split over `axes`, in their order."""
@@ -225,81 +221,14 @@ class BucketSpec:
             known = self._numels[axes] = -(-self.full_numel // math.prod([self.ranks[axis].size for axis in axes]))
         return known
 
-    def weight_bytes(self, numel: int) -> int:
-        """Bytes of `numel` resting weights, in whole blocks where they are packed."""
-        return numel * self.weight_dtype.itemsize if self.packed is None else self.packed.blocks.size_bytes(numel)
-
-    def at_rest(self, moments: Sequence[float] = ()) -> Iterator[StateBytes]:
-        """Yield the states of one rank at rest.
-
-        Args:
-            moments: bytes of each state that the optimizer keeps for elements of the rank.
-        """
-        precision, tiers, owned = self.precision, self.tiers, self.numel(self.optim_axes)
-        yield StateBytes("weight", tiers.weight, self.weight_bytes(self.numel(self.weight_axes)))
-        if self.has_own_master:
-            yield StateBytes("master", tiers.optim, owned * precision.master.itemsize)
-        if self.has_remainder:
-            yield StateBytes("master", tiers.optim, owned * precision.remainder_bytes)
-        if self.trainable:
-            yield StateBytes("grad", tiers.grad, owned * precision.accumulate.itemsize)
-            yield from (StateBytes("moments", tiers.optim, math.ceil(nbytes)) for nbytes in moments)
-            yield from (StateBytes("outer", self.outer_tier, nbytes) for nbytes in self.outer_bytes)
-            yield from (StateBytes("residuals", self.residual_tier, nbytes) for nbytes in self.residual_bytes)
-
-    @property
-    def average(self) -> StateBytes:
-        """What a `tz.EMA` keeps of trained weights: on the host where the optimizer's state is off the device."""
-        tier = "device" if self.tiers.optim == "device" else "cpu"
-        return StateBytes("average", tier, self.numel(self.optim_axes) * self.precision.exact_master.itemsize)
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of full weights beside those at rest."""
-        return 0 if self.resident else self.full_numel * self.compute_dtype.itemsize
-
-    @property
-    def between_bytes(self) -> int:
-        """Bytes that are kept from forward to backward in place of full weights, beside the weights at rest.
-
-        Of packed weights these are codes, which lie beside full weights too.
-        """
-        if not self.regathered or self.between_axes == self.weight_axes:
-            return 0
-        numel = self.numel(self.between_axes)
-        return self.weight_bytes(numel) if self.weight_wire.codes_stay else numel * self.compute_dtype.itemsize
-
     def pending_dtype(self, fate: GradientFate) -> torch.dtype:
         """The dtype of an unreduced gradient, which only adds up on this rank or is on its way to the wire."""
         return self.precision.accumulate if fate is GradientFate.LOCAL else self.precision.reduce
-
-    def pending_bytes(self, fate: GradientFate) -> int:
-        """Bytes of an unreduced gradient."""
-        return self.trainable * self.full_numel * self.pending_dtype(fate).itemsize
-
-    @property
-    def partial_bytes(self) -> int:
-        """Bytes on the device of the sums of earlier micro-batches, at the plan's `grad` place."""
-        on_device = self.trainable and self.tiers.grad == "device"
-        return on_device * self.numel(self.plan.grad.axes) * self.precision.accumulate.itemsize
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes to encode or decode what is sent of full weights, or to decode the codes that they rest in."""
-        return self.weight_wire.scratch_bytes(self.full_numel, self._device_kind)
 
     @property
     def gathers_into_place(self) -> bool:
         """Whether memory for full weights is there before they come; else as they are decoded."""
         return not self.weight_wire.message_bytes(self.full_numel) or self.tiers.weight != "device"
-
-    def arriving_bytes(self, axes: tuple[str, ...]) -> int:
-        """Bytes of the message that full weights come in, until it is decoded; 0 where they come straight.
-
-        Args:
-            axes: over which they are split before.
-        """
-        return self.weight_wire.message_bytes(self.full_numel) if axes else 0
 
     # -- collectives -------------------------------------------------------------------------------------------
 
@@ -352,13 +281,6 @@ class BucketSpec:
             full = own
         return moves
 
-    @property
-    def residual_bytes(self) -> Sequence[int]:
-        """Bytes of each residual, as the last step has left it and as the next will: a step may be left out."""
-        return [
-            self.numel(each.axes) * RESIDUAL_DTYPE.itemsize for each in self.gradient_wire.residuals for _ in range(2)
-        ]
-
     # -- outer steps -------------------------------------------------------------------------------------------
 
     @property
@@ -370,11 +292,6 @@ class BucketSpec:
     def outer_states(self) -> int:
         """Number of states of outer steps, each in fp32."""
         return 0 if self.diloco is None or not self.trainable else self.diloco.states
-
-    @property
-    def outer_bytes(self) -> Sequence[int]:
-        """Bytes of each state of outer steps."""
-        return [self.numel(self.outer_axes) * torch.float32.itemsize] * self.outer_states
 
     @property
     def outer_tier(self) -> str:

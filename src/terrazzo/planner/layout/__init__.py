@@ -13,5 +13,5 @@ The weights of a block on one rank go through these functions:
       placement_of     the ranks that split each state, and the tiers of a unit          placement
     buckets            what of a unit is split, gathered and summed as one               buckets
       parts_along_tp   tensors of which ranks along tp have parts, and those they share  model.shapes
-      BucketSpec       elements with their padding, and bytes of each state              engine.plan
+      BucketSpec       elements with their padding; bytes of each state: `bucket_bytes`  engine.plan
 """

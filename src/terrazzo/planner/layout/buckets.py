@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from terrazzo.engine.offload.needs import in_cells
-from terrazzo.engine.plan.bucket_memory import copied_bytes
+from terrazzo.engine.plan.bucket_bytes import average_at_rest, copied_bytes, pending_bytes, states_at_rest
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.kept_weights import Keep
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up, travels_in_blocks
@@ -232,7 +232,7 @@ class PlannedBucket(BucketSpec):
         Padding has no moments on the device but in 8 bits; away from it each state has pages of its own.
         """
         resting: dict[str, RestingState] = {}
-        for state, tier, nbytes in self.at_rest(self.apart_moments):
+        for state, tier, nbytes in states_at_rest(self, self.apart_moments):
             before = resting[state].nbytes if state in resting else 0
             resting[state] = RestingState(tier, before + (nbytes if tier == "device" else padded_bytes(nbytes)))
         if self.trainable and not self.updated_off_device:
@@ -240,7 +240,8 @@ class PlannedBucket(BucketSpec):
             counts = sum(run > 0 for run in elementwise) * self.optimizer.fixed_bytes if self.padded else 0
             resting["moments"] = RestingState("device", self.moments_bytes + counts)
         if self.averaged:
-            resting["average"] = RestingState(self.average.tier, self.average.nbytes)
+            _, tier, nbytes = average_at_rest(self)
+            resting["average"] = RestingState(tier, nbytes)
         return resting
 
 
@@ -267,5 +268,5 @@ def trained_unit(unit: UnitShape, placement: Placement) -> TrainedUnit:
     return TrainedUnit(
         largest_grad=largest * placement.precision.compute.itemsize,
         optim_numel=sum(bucket.numel(bucket.optim_axes) for bucket in trained),
-        copied=sum(copied_bytes(bucket, bucket.pending_bytes(GradientFate.LOCAL)) for bucket in trained),
+        copied=sum(copied_bytes(bucket, pending_bytes(bucket, GradientFate.LOCAL)) for bucket in trained),
     )

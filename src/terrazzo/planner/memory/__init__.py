@@ -27,7 +27,7 @@ The gathered weights of a rank go through these functions:
         rank_peak                     its units, and the settings of its step                   peak
           placed_units                 which units it has, and how each is placed                layout
           unit_events                  once for each kind of unit                                unit_events
-            buckets                    `full_bytes`: a bucket's weights, whole                   layout.buckets
+            buckets                    what is split, gathered and summed as one                 layout.buckets
             bucket_memory.gather       its event adds them, `rest_between` and `release` free    engine.plan
         peak_of                      gathers ahead, rests and releases, in the step's order    walk
             FullestMoment.apply        adds each change, and keeps the parts of the largest sum  walk_state
@@ -37,7 +37,7 @@ The gathered weights of a rank go through these functions:
 With llama3-8b under zero3 in bf16, one sequence of 4,096 tokens a rank, that moment is the head's backward: the root
 (2.10 GB) and one block (0.44 GB) are whole, so 2.54 GB.
 
-How many bytes a state has is written once, in `BucketSpec`. What each event of a step allocates and frees of it is
+How many bytes a state has is written once, in `bucket_bytes`. What each event of a step allocates and frees of it is
 written once, in `bucket_memory`; both are in `engine.plan`. What an update of whole matrices takes is counted once, by
 `dry_run_matrices`. What is written twice, and which test holds both together, is in docs/concepts/planner.md.
 

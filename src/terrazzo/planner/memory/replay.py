@@ -15,7 +15,8 @@ import torch
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
-from terrazzo.engine.plan.bucket_memory import publishes_late, resting_bytes
+from terrazzo.engine.plan.bucket_bytes import resting_bytes
+from terrazzo.engine.plan.bucket_memory import publishes_late
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.schedule.schedule import Schedule

@@ -17,7 +17,7 @@ FORMULAS = {
         "sum over units of padded elements / ranks of `weight` x bytes of the resting weights; where they are split as "
         "the optimizer's and only a cast away, master weights serve as both; of a frozen matrix in 4 bits 34 bytes for "
         "64 elements",
-        "arXiv 1910.02054, section 3; terrazzo/engine/plan/bucket_spec.py",
+        "arXiv 1910.02054, section 3; terrazzo/engine/plan/bucket_bytes.py",
     ),
     "memory.gradients": Formula(
         "sum over units of padded trainable elements / ranks of `optim` x bytes of `accumulate`, from the end of "
@@ -26,7 +26,7 @@ FORMULAS = {
     ),
     "memory.master": Formula(
         "sum over units of padded trainable elements / ranks of `optim` x bytes of `master`, unless it is the weight",
-        "arXiv 1710.03740; terrazzo/engine/plan/bucket_spec.py",
+        "arXiv 1710.03740; terrazzo/engine/plan/bucket_bytes.py",
     ),
     "memory.outer": Formula(
         "4 bytes x padded trainable elements / ranks of a replica for the weights that a round of steps begins with, "
@@ -41,7 +41,7 @@ FORMULAS = {
     "memory.average": Formula(
         "sum over units of padded trainable elements / ranks of `optim` x bytes of `master`, 4 where a remainder is "
         "kept; in host memory where the optimizer's states are not on the device",
-        "terrazzo/engine/model/ema.py; terrazzo/engine/plan/bucket_spec.py",
+        "terrazzo/engine/model/ema.py; terrazzo/engine/plan/bucket_bytes.py",
     ),
     "memory.moments": Formula(
         "tensors per element x held trainable elements / ranks of `optim` x bytes of `moments`, and one step count for "
@@ -52,7 +52,7 @@ FORMULAS = {
 
 
 class CountedState(NamedTuple):
-    """What a term counts: a state, as `BucketSpec.at_rest` calls it, and that of a `Plan` in whose place it is."""
+    """What a term counts: a state, as `StateBytes` calls it, and that of a `Plan` in whose place it is."""
 
     name: str
     place: str

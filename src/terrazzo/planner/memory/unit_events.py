@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from terrazzo.engine.plan import bucket_memory
+from terrazzo.engine.plan import bucket_bytes, bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.planner.caching import once
@@ -186,7 +186,7 @@ def unit_events(unit: UnitShape, placement: Placement) -> UnitEvents:
     trained = [bucket for bucket in own if bucket.trainable]
     again = [bucket for bucket in own if bucket.regathered]
     early, late = _early_and_late(unit, own)
-    pending = [bucket.pending_bytes(GradientFate.LOCAL) for bucket in trained]
+    pending = [bucket_bytes.pending_bytes(bucket, GradientFate.LOCAL) for bucket in trained]
     return UnitEvents(
         is_root=unit.is_root,
         beside=not own[0].on_host,
@@ -199,11 +199,11 @@ def unit_events(unit: UnitShape, placement: Placement) -> UnitEvents:
         rest_between=_sum_of(bucket_memory.rest_between(b, is_kept=b.weight_wire.codes_stay) for b in again),
         arrive=_sum_of(bucket_memory.arrive(b) for b in again),
         release=_sum_of(bucket_memory.release(b) for b in own),
-        between=sum(bucket_memory.staying_bytes(b) for b in own),
+        between=sum(bucket_bytes.staying_bytes(b) for b in own),
         pending=sum(pending),
-        partial=sum(b.partial_bytes for b in trained),
-        finished=sum(bucket_memory.finished_bytes(b) for b in trained),
-        copied=max(map(bucket_memory.copied_bytes, trained, pending), default=0),
+        partial=sum(bucket_bytes.partial_bytes(b) for b in trained),
+        finished=sum(bucket_bytes.finished_bytes(b) for b in trained),
+        copied=max(map(bucket_bytes.copied_bytes, trained, pending), default=0),
         reads_files=any(b.tiers.weight == "nvme" for b in own),
         collectives=sum(move.steps for b in trained for move in (*b.sums.last.partial, *b.sums.last.finish)),
         first_gradients=(
@@ -232,7 +232,7 @@ def _gather(own: Sequence[PlannedBucket], again: bool = False, publishes: bool =
             elif bucket.on_host or event.move is None:
                 parts.append(gather.end())
     for bucket in own:
-        from_between = again and bucket.between_bytes > 0
+        from_between = again and bucket_bytes.between_bytes(bucket) > 0
         gather.take_all(bucket_memory.gather(bucket, from_between))
         (decode if bucket.on_host else gather).take_all(bucket_memory.decode(bucket, from_between))
     return (*parts, gather.end(), decode.end())
@@ -308,7 +308,7 @@ def _first_gradients(
 ) -> FirstGradients:
     def of(some: Sequence[PlannedBucket], ahead: bool) -> Change:
         here = [bucket for bucket in some if (bool(bucket.ranks) and not bucket.on_host) is ahead]
-        return _sum_of([[Allocation(StepMemory.UNREDUCED, sum(b.pending_bytes(fate) for b in here))]])
+        return _sum_of([[Allocation(StepMemory.UNREDUCED, sum(bucket_bytes.pending_bytes(b, fate) for b in here))]])
 
     return FirstGradients(of([*early, *late], True), of(early, False), of(late, False))
 
@@ -316,12 +316,13 @@ def _first_gradients(
 def _chain(trained: Sequence[PlannedBucket], reduced: ReducedPass) -> Chain:
     maker = _ChainMaker(beside=any(not bucket.on_host for bucket in trained), counted=reduced.counted)
     pendings = [
-        bucket.pending_bytes(GradientFate.LOCAL if reduced.adds else GradientFate.REDUCED) for bucket in trained
+        bucket_bytes.pending_bytes(bucket, GradientFate.LOCAL if reduced.adds else GradientFate.REDUCED)
+        for bucket in trained
     ]
     maker.now.turn(UNREDUCED, RECEIVE, sum(pendings))
     for bucket, pending in zip(trained, pendings, strict=True):
         partial, fate = (
-            bucket.partial_bytes * reduced.has_partial,
+            bucket_bytes.partial_bytes(bucket) * reduced.has_partial,
             GradientFate.FINISHED if reduced.last else GradientFate.REDUCED,
         )
         for event in bucket_memory.reduction(bucket, fate, pending, partial):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from terrazzo.engine.plan.bucket_bytes import weight_bytes
 from terrazzo.engine.plan.kept_weights import Keep
 from terrazzo.engine.plan.moves import MoveBytes
 from terrazzo.planner.layout.buckets import PlannedBucket
@@ -21,10 +22,10 @@ def copies(bucket: PlannedBucket, when: When, each_is_reduced: bool) -> list[Mov
         each_is_reduced: whether micro-batches before the last are reduced too. All gradients are then, also those that
             no other rank has, as of experts without copies on other ranks.
     """
-    tiers, weight_bytes = bucket.tiers, bucket.weight_bytes(bucket.numel(bucket.weight_axes))
+    tiers, resting_bytes = bucket.tiers, weight_bytes(bucket, bucket.numel(bucket.weight_axes))
     fetches_again = bucket.keep is not Keep.ALL and bucket.between_axes == bucket.weight_axes
     if when is When.FORWARD or (when is When.BACKWARD and fetches_again):
-        return _way(tiers.weight, weight_bytes, "weights to the device", "weights from disk")
+        return _way(tiers.weight, resting_bytes, "weights to the device", "weights from disk")
     if when is When.BACKWARD or not bucket.trainable:
         return []
     if when is When.UPDATE:

@@ -27,6 +27,7 @@ from terrazzo.engine.buckets.weights.full_memory import FullMemory
 from terrazzo.engine.comm.transfer import Handle, Moves, outlives_chain
 from terrazzo.engine.formats.block_format import BlockCodes
 from terrazzo.engine.instrumentation.traffic import Ledger
+from terrazzo.engine.plan.bucket_bytes import scratch_bytes
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, WeightWire
 
@@ -77,7 +78,7 @@ class WeightGather(ABC):
 
     def __init__(self, spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger) -> None:
         self._space, self._memory, self._weight, self._ledger = space, memory, weight, ledger
-        self._wire, self._scratch_bytes = spec.weight_wire, spec.scratch_bytes
+        self._wire, self._scratch_bytes = spec.weight_wire, scratch_bytes(spec)
         self._gathers_into_place = spec.gathers_into_place
         is_apart = spec.regathered and spec.between_axes != spec.weight_axes
         self._between_axes = spec.between_axes if is_apart else None
