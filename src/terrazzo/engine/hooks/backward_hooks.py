@@ -75,7 +75,7 @@ class BackwardHooks:
         members = (member for unit in units for bucket in unit.trainable() for member in bucket.members)
         whys = ((each.parameter, _IN_PARTS if each.in_parts else _UNSCALED) for each in members)
         self.outside = OutsideForward((each, why) for each, why in whys if self._scales or why is _IN_PARTS)
-        self.agreement, self._exchanges = agreement, exchanges
+        self.agreement, self.exchanges = agreement, exchanges
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self.listener = GradientListener()
         self.recover: Callable[[], None] = do_nothing
@@ -140,14 +140,14 @@ class BackwardHooks:
                 f"Backward with create_graph=True came to {unit.title}, whose weights are not kept for a second "
                 "backward. Use a plan that keeps them whole: zero0, zero1 or zero2 in fp32."
             )
-        self._exchanges.before_weights(unit, Purpose.BACKWARD)
+        self.exchanges.before_weights(unit, Purpose.BACKWARD)
         self.start().enter(unit, forward)
         self._tally.recorder.unit_begins(unit.index, "backward")
 
     def recompute(self, unit: Unit) -> None:
         """The forward of `unit` is about to run again."""
         backward = self.start()
-        self._exchanges.before_weights(unit, Purpose.BACKWARD)
+        self.exchanges.before_weights(unit, Purpose.BACKWARD)
         backward.recompute(unit)
         self._tally.recorder.unit_begins(unit.index, "recompute")
 
@@ -211,7 +211,7 @@ class BackwardHooks:
     def end(self) -> None:
         """Autograd has ended a backward: run the program to its end. Collective."""
         if (backward := self.schedule.backward) is not None:
-            self._exchanges.before_end(backward.end_label)
+            self.exchanges.before_end(backward.end_label)
             backward.end()
             self.complete(backward)
 

@@ -19,7 +19,6 @@ from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.buckets.take_over import take_over_edits
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.buckets.weights.full_memory import Storages
-from terrazzo.engine.consensus.row_exchanges import RowExchanges
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks
 from terrazzo.engine.hooks.module_tree import ModuleTree
 from terrazzo.engine.instrumentation.label import Purpose
@@ -56,11 +55,10 @@ class ForwardHooks:
         schedule: Schedule,
         sharding: ShardingSpec,
         denominator: Denominator,
-        exchanges: RowExchanges,
         backward: BackwardHooks,
     ) -> None:
         self._units, self._schedule, self._denominator, self._backward = units, schedule, denominator, backward
-        self._agreement, self._exchanges, self._outside = backward.agreement, exchanges, backward.outside
+        self._agreement, self._exchanges, self._outside = backward.agreement, backward.exchanges, backward.outside
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self._compute, self._alone = sharding.precision.compute, not sharding.axes.live(sharding.axes.whole_mesh)
         self._warned = False

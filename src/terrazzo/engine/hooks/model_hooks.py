@@ -33,7 +33,7 @@ class ModelHooks:
         exchanges = RowExchanges(model, schedule, units[0].names)
         agreement = Agreement(model, units, schedule, sharding.axes, progress)
         self._backward = BackwardHooks(units, schedule, sharding, progress.denominator, exchanges, agreement)
-        self._forward = ForwardHooks(model, units, schedule, sharding, progress.denominator, exchanges, self._backward)
+        self._forward = ForwardHooks(model, units, schedule, sharding, progress.denominator, self._backward)
 
     @property
     def raised(self) -> RaisedPasses:
