@@ -229,30 +229,33 @@ class ForwardHooks:
             if is_differentiated() and self._watch(unit, output)[0]:
                 self._backward.start().expect(unit)
             return output
-        training, forward = torch.is_grad_enabled(), self._schedule.forward
-        announced, opaque = self._watch(unit, output) if training else (False, False)
-        if announced and unit.forward_only:
-            self._warn_of_backward(unit)
-        if opaque:
-            self._backward.may_surprise()
-            to_come = BackwardToCome.UNANNOUNCED
-        elif not training and self._regions.reentrant:
-            to_come = BackwardToCome.RECOMPUTED
-        else:
-            to_come = BackwardToCome.ANNOUNCED if announced else BackwardToCome.NONE
+        to_come = self._backward_to_come(unit, output)
         with unseen():
-            if forward is None:
+            if (forward := self._schedule.forward) is None:
                 self._schedule.leave_alone(unit, to_come)
                 self._outside.close()
             else:
                 forward.leave(unit, to_come)
         return output
 
+    def _backward_to_come(self, unit: Unit, output: Any) -> BackwardToCome:
+        """What is known of the backward of a unit's call that has returned `output`."""
+        if not torch.is_grad_enabled():
+            return BackwardToCome.RECOMPUTED if self._regions.reentrant else BackwardToCome.NONE
+        announced, opaque = self._watch(unit, output)
+        if announced and unit.forward_only:
+            self._warn_of_backward(unit)
+        if opaque:
+            self._backward.may_surprise()
+            return BackwardToCome.UNANNOUNCED
+        return BackwardToCome.ANNOUNCED if announced else BackwardToCome.NONE
+
     def _runs_here(self, unit: Unit, module: nn.Module | None) -> bool:
         """Whether a call is of the unit itself, whose deep copies have its hooks, and of the stage whose turn it is."""
         return (module is None or module is unit.module) and self._schedule.program.has(unit.index)
 
     def _watch(self, unit: Unit, output: Any) -> tuple[bool, bool]:
+        """Have the backward of its call announced: see `Announcements.watch`."""
         hook = on_backward(self._backward, unit.index, unit.weights.generation, self._schedule.forward_number)
         return self._announcements.watch(unit, output, hook)
 

@@ -42,12 +42,14 @@ def on_every_rank(engine: Engine, call: str) -> Iterator[None]:
         with labelled(label):
             yield
     except (RanksApart, ConnectionLost, TimedOut) as error:
-        told = type(error)(
-            f"{call} is of all ranks: call it on every rank, and leave to the first alone what is done with the result,"
-            f" as in 'state = {call}' and then 'if dist.get_rank() == 0: torch.save(state, path)'. {error}"
-            if call.endswith("state_dict()")
-            else f"{call} is of all ranks: call it on every rank, with the same state dict. {error}"
-        )
+        if call.endswith("state_dict()"):
+            how = (
+                "and leave to the first alone what is done with the result, as in "
+                f"'state = {call}' and then 'if dist.get_rank() == 0: torch.save(state, path)'"
+            )
+        else:
+            how = "with the same state dict"
+        told = type(error)(f"{call} is of all ranks: call it on every rank, {how}. {error}")
         for note in getattr(error, "__notes__", ()):
             told.add_note(note)
         raise told from None

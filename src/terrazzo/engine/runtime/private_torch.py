@@ -63,8 +63,8 @@ def lookup(owner: Any, *path: str) -> Any:
 
 
 _NONE = object()
-P = ParamSpec("P")
-T = TypeVar("T")
+
+# -- tensors and autograd ----------------------------------------------------------------------------------------------
 
 plainly: Any = lookup(torch, "_C", "DisableTorchFunctionSubclass")
 """A block, `with plainly():`, in which torch asks no subclass: parameters at rest would answer in Python."""
@@ -92,6 +92,7 @@ def without_transform(tensor: Tensor) -> Tensor:
         tensor = _inside_transform(tensor)
     return tensor
 
+# -- operators that others watch, or call ------------------------------------------------------------------------------
 
 _DISPATCH = importlib.import_module("torch.utils._python_dispatch")
 _modes: Callable[[], Sequence[Any]] = lookup(_DISPATCH, "_get_current_dispatch_mode_stack")
@@ -127,9 +128,6 @@ FOREACH: dict[str, Any] = {name.partition("each_")[2]: lookup(torch, name) for n
 """What torch's own clipping and optimizers call on lists of gradients."""
 
 
-_ATEN: Any = torch.ops.aten
-
-
 class SavedHooks:
     """The default hooks for what autograd keeps for backward, of this thread."""
 
@@ -143,16 +141,23 @@ class SavedHooks:
 class FlashAttention:
     """Torch's flash attention with the log-sum-exp, which `F.scaled_dot_product_attention` keeps to itself."""
 
-    on_cpu: Callable[..., Any] = staticmethod(lookup(_ATEN, "_scaled_dot_product_flash_attention_for_cpu"))
+    _aten: Any = torch.ops.aten
+    on_cpu: Callable[..., Any] = staticmethod(lookup(_aten, "_scaled_dot_product_flash_attention_for_cpu"))
     on_cpu_backward: Callable[..., Any] = staticmethod(
-        lookup(_ATEN, "_scaled_dot_product_flash_attention_for_cpu_backward")
+        lookup(_aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
     )
-    on_cuda: Callable[..., Any] = staticmethod(lookup(_ATEN, "_scaled_dot_product_flash_attention"))
-    on_cuda_backward: Callable[..., Any] = staticmethod(lookup(_ATEN, "_scaled_dot_product_flash_attention_backward"))
+    on_cuda: Callable[..., Any] = staticmethod(lookup(_aten, "_scaled_dot_product_flash_attention"))
+    on_cuda_backward: Callable[..., Any] = staticmethod(lookup(_aten, "_scaled_dot_product_flash_attention_backward"))
 
+
+# -- processes, the compiler, objects ----------------------------------------------------------------------------------
 
 default_store: Callable[[], dist.Store] = lookup(dist, "distributed_c10d", "_get_default_store")
 """The store by which the ranks of the default group have found each other."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -197,12 +197,13 @@ def _matrix_norm(values: SplitValues, ord: Any = None, *rest: Any, **named: Any)
 def _extreme(values: SplitValues, part: Tensor, *, highest: bool) -> Tensor:
     """The highest or lowest values of all parts; this rank's may be empty."""
     reduce = torch.amax if highest else torch.amin
-    wide = part.double() if part.is_floating_point() else part.long()
-    limits = torch.finfo(torch.float64) if part.is_floating_point() else torch.iinfo(torch.int64)
-    none = -math.inf if part.is_floating_point() and highest else limits.min if highest else limits.max
-    none = math.inf if part.is_floating_point() and not highest else none
-    own = reduce(wide) if part.numel() else torch.full((), none, dtype=wide.dtype, device=part.device)
-    return values.total(own, reduce)
+    if part.is_floating_point():
+        wide, lowest_of_all, highest_of_all = part.double(), -math.inf, math.inf
+    else:
+        limits = torch.iinfo(torch.int64)
+        wide, lowest_of_all, highest_of_all = part.long(), limits.min, limits.max
+    neutral = wide.new_full((1,), lowest_of_all if highest else highest_of_all)
+    return values.total(reduce(wide if part.numel() else neutral), reduce)
 
 
 def _max(values: SplitValues, dim: Any = None, keepdim: bool = False, **others: Any) -> Tensor:
@@ -242,16 +243,12 @@ def _named(*names: str) -> list[Any]:
     return [each for each in functions if callable(each)]  # `torch.float` is a dtype
 
 
-ELEMENTWISE = frozenset(
-    [
-        *_named(
-            "abs", "isnan", "isinf", "isfinite", "square", "pow", "sqrt", "log", "sign", "float", "double", "detach"
-        ),
-        *_named("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "__abs__", "__eq__", "__ne__", "__lt__", "__le__"),
-        *_named("__gt__", "__ge__", "__pow__", "__invert__", "absolute"),
-        Tensor.data.__get__,  # type: ignore[attr-defined]
-    ]
-)
+_ELEMENTWISE = (
+    "abs", "absolute", "sign", "square", "sqrt", "pow", "log", "isnan", "isinf", "isfinite", "logical_not", "float",
+    "double", "detach", "eq", "ne", "lt", "le", "gt", "ge", "__abs__", "__pow__", "__invert__", "__eq__", "__ne__",
+    "__lt__", "__le__", "__gt__", "__ge__",
+)  # fmt: skip
+ELEMENTWISE = frozenset([*_named(*_ELEMENTWISE), Tensor.data.__get__])  # type: ignore[attr-defined]
 """Functions whose result has one value for each element, which stays split as the tensor is."""
 ALIASES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 """Functions of `ELEMENTWISE` whose result has no gradient in plain torch either."""
