@@ -72,6 +72,10 @@ tensor_data: Any = lookup(torch, "_C", "TensorBase", "data")
 """Torch's own property `data` of a tensor."""
 as_class: Callable[..., Any] = lookup(Tensor, "_make_subclass")
 """A tensor as one of a subclass: `as_class(kind, tensor, requires_grad)`."""
+set_versions: Callable[[Sequence[Tensor], Sequence[int]], None] = lookup(
+    torch, "_C", "_autograd", "_unsafe_set_version_counter"
+)
+"""Set the `_version` of each of these tensors."""
 graph_task: Callable[[], int] = lookup(torch, "_C", "_current_graph_task_id")
 """The number of the backward that has called what runs now on this thread; -1 outside."""
 will_run: Callable[[Any], bool] = lookup(torch, "_C", "_will_engine_execute_node")
@@ -110,11 +114,6 @@ def unseen() -> AbstractContextManager[Any]:
     """
     return _without_modes() if any(isinstance(mode, _NUMBERING) for mode in _modes()) else nullcontext()
 
-
-set_versions: Callable[[Sequence[Tensor], Sequence[int]], None] = lookup(
-    torch, "_C", "_autograd", "_unsafe_set_version_counter"
-)
-"""Set the `_version` of each of these tensors."""
 
 _LISTS = (
     "_foreach_norm",

@@ -60,8 +60,8 @@ def check_fragments(diloco: DiLoCo | None, trained_units: int) -> None:
     Raises:
         BadInput: there.
     """
-    if diloco is not None and diloco.fragments > max(1, trained_units):
+    if diloco is not None and diloco.fragments > (most := max(1, trained_units)):
         raise BadInput(
             f"diloco: fragments is {diloco.fragments}; they are sets of units, and {trained_units} units of this model "
-            f"are trained here: set fragments={trained_units} or fewer, or name smaller units."
+            f"are trained here: give an int from 1 to {most}, or name smaller units."
         )

@@ -7,7 +7,6 @@ finds.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from torch import nn
@@ -39,7 +38,6 @@ class _GradAttributes(GradientListener):
     """The `.grad` of all parameters of one model, shown and hidden; its hooks keep this alive."""
 
     def __init__(self, engine: Engine) -> None:
-        self._weak_engine = weakref.ref(engine)
         self._buckets, self._answers = engine.trainable(), GradientAnswers(engine)
         self._stand_ins: list[ShownGradients] = []  # of all buckets, once there has been a gradient
         self._shown: list[ShownGradients] = []
@@ -51,12 +49,6 @@ class _GradAttributes(GradientListener):
             for bucket in unit.trainable():
                 for member in bucket.members:
                     register_gradient_hook(member.parameter, before)
-
-    @property
-    def _engine(self) -> Engine:
-        engine = self._weak_engine()
-        assert engine is not None, "the model is gone"
-        return engine
 
     def _all_stand_ins(self) -> list[ShownGradients]:
         if not self._stand_ins:
@@ -82,12 +74,12 @@ class _GradAttributes(GradientListener):
     def begin_backward(self) -> None:
         """A backward pass begins, and adds to the `.grad` that users have set."""
         self._hide()
-        refuse_set_before(self._all_stand_ins(), self._engine)
+        refuse_set_before(self._all_stand_ins(), self._answers.engine)
 
     def _hide(self) -> None:
         """A pass begins, which must find no stand-in."""
         if self._shown:
-            take_over_dropped(self._shown, self._engine, self._answers)
+            take_over_dropped(self._shown, self._answers)
             with plainly():
                 for entry in self._shown:
                     entry.hide()
@@ -102,5 +94,5 @@ class _GradAttributes(GradientListener):
 
     def before_use(self) -> None:
         """Gradients are about to be clipped or taken, which are those of the engine alone."""
-        refuse_unused(self._all_stand_ins(), self._engine)
-        take_over_dropped(self._shown, self._engine, self._answers)
+        refuse_unused(self._all_stand_ins(), self._answers.engine)
+        take_over_dropped(self._shown, self._answers)

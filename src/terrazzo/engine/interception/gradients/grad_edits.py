@@ -23,7 +23,7 @@ from terrazzo.errors import Misuse
 __all__ = ["refuse_set_before", "refuse_unused", "take_over_dropped"]
 
 
-def take_over_dropped(shown: Sequence[ShownGradients], engine: Engine, answers: GradientAnswers) -> None:
+def take_over_dropped(shown: Sequence[ShownGradients], answers: GradientAnswers) -> None:
     """Forget gradients whose `.grad` has been set to None since they were shown.
 
     Raises:
@@ -35,11 +35,11 @@ def take_over_dropped(shown: Sequence[ShownGradients], engine: Engine, answers: 
     if not names:
         return
     if all(len(indices) == sum(bucket.gradient.seen) for bucket, indices in dropped):
-        engine.gradients.zero(set_to_none=True)
+        answers.engine.gradients.zero(set_to_none=True)
         return
     answers.prepare_change(names[0])
     for name in names:
-        engine.progress.note(f"{name}.grad = None")
+        answers.engine.progress.note(f"{name}.grad = None")
     for bucket, indices in dropped:
         bucket.gradient.zero_some(indices)  # later micro-batches may add to the others
 

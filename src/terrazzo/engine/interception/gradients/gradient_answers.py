@@ -39,17 +39,18 @@ class GradientAnswers:
         self.keys = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.members))]
         self._norms: dict[float, dict[GradientKey, Tensor]] = {}
         self._measured = 0
-        self._latest: tuple[list[tuple[weakref.ref[Tensor], int]], NotedNumbers] = [], NotedNumbers({})
+        self._latest = _Noted(())
 
     @property
-    def _engine(self) -> Engine:
+    def engine(self) -> Engine:
+        """The engine of the model, which is there for as long as anybody asks for its gradients."""
         engine = self._weak_engine()
         assert engine is not None, "the model is gone"
         return engine
 
     def norm(self, key: GradientKey, kind: float) -> Tensor:
         """The norm of one parameter's gradient over all ranks, 0-d, as of `norm_dtype`. Collective."""
-        if self._engine.axes.stage_axis:  # torch's own clipping would scale each stage by the norm of that stage
+        if self.engine.axes.stage_axis:  # torch's own clipping would scale each stage by the norm of that stage
             raise Misuse(
                 f"The norm of {_name(key)!r} was asked for, of a model in stages (pp): a norm over the gradients that "
                 "this rank has is not that of the model. Use tz.clip_grad_norm_(model, max_norm), which gives it."
@@ -67,14 +68,14 @@ class GradientAnswers:
         """What `func`, one that measures, makes of one parameter's gradient."""
         self._check_finished(_name(key))
         self._await_scaling()
-        return measured_gradient(self._engine, *key, func, *rest, **named)
+        return measured_gradient(self.engine, *key, func, *rest, **named)
 
     def _await_scaling(self) -> None:
-        for driver in self._engine.drivers:
+        for driver in self.engine.drivers:
             driver.off_device.await_scaling()
 
     def _measure(self, kind: float) -> dict[GradientKey, Tensor]:
-        engine = self._engine
+        engine = self.engine
         self._await_scaling()
         Spread(engine.axes, sums_over(engine.sharding), 0).check(f"the gradients' norms of order {kind:g}")
         total = norms(
@@ -100,20 +101,16 @@ class GradientAnswers:
         bucket, index = key
         name = bucket.members[index].name
         self.prepare_change(name)
-        self._engine.progress.note(f"{name}.grad.{what}", self._noted(numbers) if numbers else None)
+        self.engine.progress.note(f"{name}.grad.{what}", self._noted(numbers) if numbers else None)
         if hides_overflow:
             bucket.gradient.finished.note_finite(index)
         bucket.gradient.finished.change(index, change)
 
     def _noted(self, numbers: Sequence[Tensor]) -> NotedNumbers:
         """Numbers on a device, copied to the host once where all gradients are changed by the same, as in clipping."""
-        of, noted = self._latest
-        if len(of) != len(numbers) or any(
-            ref() is not each or version != each._version for (ref, version), each in zip(of, numbers, strict=True)
-        ):
-            noted = NotedNumbers({str(place): each for place, each in enumerate(numbers)})
-            self._latest = [(weakref.ref(each), each._version) for each in numbers], noted
-        return noted
+        if not self._latest.is_of(numbers):
+            self._latest = _Noted(numbers)
+        return self._latest.noted
 
     def zero(self, key: GradientKey) -> None:
         """Set one parameter's gradient to zero: no step will have what was sent of it."""
@@ -129,7 +126,7 @@ class GradientAnswers:
             Misuse: there.
         """
         self._check_finished(name)
-        for driver in self._engine.drivers:
+        for driver in self.engine.drivers:
             if driver.off_device.steps_in_backward:
                 raise Misuse(
                     f"The gradient of {name!r} was changed, but with offload step 'backward' units are "
@@ -144,6 +141,21 @@ class GradientAnswers:
                 "the last micro-batch's backward outside 'with tz.accumulate(model)' first; zero_grad() of the "
                 "optimizer or the model forgets them."
             )
+
+
+class _Noted:
+    """Numbers in tensors, noted as they were."""
+
+    def __init__(self, numbers: Sequence[Tensor]) -> None:
+        self._of = [(weakref.ref(each), each._version) for each in numbers]
+        self.noted = NotedNumbers({str(place): each for place, each in enumerate(numbers)})
+
+    def is_of(self, numbers: Sequence[Tensor]) -> bool:
+        """Whether these are the same tensors, not written to since."""
+        return len(self._of) == len(numbers) and all(
+            before() is each and version == each._version
+            for (before, version), each in zip(self._of, numbers, strict=True)
+        )
 
 
 def _name(key: GradientKey) -> str:
