@@ -39,7 +39,7 @@ class GradientAnswers:
         self.keys = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.members))]
         self._norms: dict[float, dict[GradientKey, Tensor]] = {}
         self._measured = 0
-        self._latest = _Noted(())
+        self._latest = _LatestNumbers(())
 
     @property
     def engine(self) -> Engine:
@@ -109,7 +109,7 @@ class GradientAnswers:
     def _noted(self, numbers: Sequence[Tensor]) -> NotedNumbers:
         """Numbers on a device, copied to the host once where all gradients are changed by the same, as in clipping."""
         if not self._latest.is_of(numbers):
-            self._latest = _Noted(numbers)
+            self._latest = _LatestNumbers(numbers)
         return self._latest.noted
 
     def zero(self, key: GradientKey) -> None:
@@ -143,7 +143,7 @@ class GradientAnswers:
             )
 
 
-class _Noted:
+class _LatestNumbers:
     """Numbers in tensors, noted as they were."""
 
     def __init__(self, numbers: Sequence[Tensor]) -> None:
