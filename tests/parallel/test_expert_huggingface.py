@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -168,6 +169,19 @@ def test_a_number_that_is_no_experts_has_nothing_computed(kind: str) -> None:
 
     for own, each in zip(run_in_threads(2, body, timeout_s=20)[0], computed(whole, given[0]), strict=True):
         assert torch.equal(own, each)
+
+
+def test_experts_are_freed_with_their_model() -> None:
+    """Ranks collect no garbage."""
+    copies: list[Any] = [copy.deepcopy(base("mixtral")) for _ in range(2)]
+
+    def body(rank: int) -> None:
+        model, copies[rank] = tz.parallelize(copies[rank], tz.mesh(ep=2)), None
+        gone = weakref.ref(experts_in(model))
+        del model
+        assert gone() is None
+
+    run_in_threads(2, body)
 
 
 WAYS: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import weakref
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -188,6 +189,21 @@ def check(case: Case, folder: str | None = None) -> None:
             assert_equal(own_grads, grads)
             assert_equal(own_weights, weights)
     assert [found for _, found, _ in ranks] == [evaluated[rank % case.data_ranks] for rank in range(case.ranks)]
+
+
+def test_a_model_in_stages_is_freed_at_once() -> None:
+    """Ranks collect no garbage."""
+    case = Case(plan="zero1", ranks=2, micro_batches=2, checkpointing="full")
+    whole(case.config)
+
+    def body(rank: int) -> None:
+        model, optimizer = made(case)
+        tz.step(model, [micro_batch(0, 0, micro) for micro in range(2)], loss_of)
+        gone = [weakref.ref(model), weakref.ref(engine_of(model)), weakref.ref(model.blocks[rank])]
+        del model, optimizer
+        assert [each() for each in gone] == [None] * 3
+
+    run_in_threads(2, body)
 
 
 def assert_equal(parts: dict[str, tuple[int, Tensor]], wholes: dict[str, Tensor]) -> None:

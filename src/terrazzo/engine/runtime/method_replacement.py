@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
@@ -15,11 +16,12 @@ from terrazzo.errors import Misuse
 __all__ = ["MethodReplacement", "function_of", "replaced_of"]
 
 
-class MethodReplacement:
+class MethodReplacement(ABC):
     """What a module has in place of a method, and calls that method in a way of its own.
 
     The module owns this, which therefore holds it weakly: a module that were held would be freed by the garbage
-    collector alone. A copy of the module, and one that is unpickled, get a replacement of their own.
+    collector alone. A copy of the module, and one that is unpickled, get a replacement of their own: `__reduce__` says
+    of what, the module among it.
 
     Args:
         module: whose method it is.
@@ -48,6 +50,9 @@ class MethodReplacement:
         """The method that is replaced, as the module would have it."""
         module = self.module
         return MethodType(_own_method(module, self.name), module) if self.replaced is None else self.replaced
+
+    @abstractmethod
+    def __reduce__(self) -> tuple[Any, ...]: ...
 
     @property
     def __signature__(self) -> inspect.Signature:

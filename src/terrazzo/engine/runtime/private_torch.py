@@ -96,6 +96,7 @@ def without_transform(tensor: Tensor) -> Tensor:
         tensor = _inside_transform(tensor)
     return tensor
 
+
 # -- operators that others watch, or call ------------------------------------------------------------------------------
 
 _DISPATCH = importlib.import_module("torch.utils._python_dispatch")

@@ -9,8 +9,6 @@ Such a module is called with tokens, the numbers of each token's experts, and th
 
 from __future__ import annotations
 
-import copy
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from terrazzo.engine.runtime.method_replacement import MethodReplacement, replaced_of
+from terrazzo.engine.runtime.private_torch import uncompiled_once_called
 from terrazzo.parallel.expert.dispatch import Experts
 from terrazzo.parallel.expert.row_order import RowOrder
 
@@ -35,7 +35,7 @@ class StackedExperts:
 
     def use_experts(self, experts: Experts) -> None:
         self._module.num_experts = experts.count // experts.ranks.size
-        self._module.forward = _SharedForward(self._module, self._module.forward, experts)
+        self._module.forward = _SharedForward(self._module, replaced_of(self._module, "forward"), experts)
 
 
 def stacked_experts(module: nn.Module) -> StackedExperts | None:
@@ -57,30 +57,24 @@ def looks_like_experts(module: nn.Module) -> bool:
     return is_stack or any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in named)
 
 
-class _SharedForward:
-    """In the place of a module's forward.
+class _SharedForward(MethodReplacement):
+    """In the place of a module's forward, which computes with the matrices that the module has by then."""
 
-    Args:
-        inner: the forward that it had, which computes with the matrices that the module has by then.
-    """
+    def __init__(self, module: nn.Module, replaced: Callable[..., Tensor] | None, experts: Experts) -> None:
+        super().__init__(module, "forward", replaced)
+        self.experts, self._names = experts, list(self.__signature__.parameters)[:3]
 
-    def __init__(self, module: nn.Module, inner: Callable[..., Tensor], experts: Experts) -> None:
-        self.module, self.inner, self.experts = module, inner, experts
-        self._names = list(inspect.signature(inner).parameters)[:3]
-        # Compiled, it would be a graph for each number of rows.
-        self._run = torch.compiler.disable(self._mix)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedForward:
-        return _SharedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo), self.experts)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _SharedForward, (self.module, self.replaced, self.experts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The mixture `[T, channels]` for tokens of that shape, by int64 numbers of experts and weights, `[T, top_k]`.
 
         A number that is none of an expert's has nothing computed, and adds zeros.
         """
-        mixed: Tensor = self._run(*args, *(kwargs[name] for name in self._names[len(args) :]))
-        return mixed
+        return self._mix(*args, *(kwargs[name] for name in self._names[len(args) :]))
 
+    @uncompiled_once_called  # compiled, it would be a graph for each number of rows
     def _mix(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         top_k, expert = chosen.shape[-1], chosen.reshape(-1)
         order, count = RowOrder.by(expert), self.experts.count
@@ -98,4 +92,5 @@ class _SharedForward:
         if not len(rows):  # some of these forwards return what does not depend on anything then
             return rows + torch.stack([each.reshape(-1)[:0].sum() for each in self.module.parameters()]).sum()
         expert = torch.arange(len(counts)).repeat_interleave(counts).unsqueeze(-1).to(rows.device)
-        return self.inner(rows, expert, torch.ones_like(expert, dtype=rows.dtype))
+        own: Tensor = self.bound()(rows, expert, torch.ones_like(expert, dtype=rows.dtype))
+        return own

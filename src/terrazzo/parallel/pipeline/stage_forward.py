@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine import inside_backward
+from terrazzo.engine.runtime.method_replacement import MethodReplacement, replaced_of
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel.pipeline.absent_values import AbsentValues
@@ -27,17 +28,25 @@ from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
 
 __all__ = ["put_in_line"]
 
+_CALL = "_call_impl"
 
-class _ModuleCall:
-    """The call of a module of the line."""
 
-    def __init__(self, inner: Callable[..., Any], stages: PipelineStages, place: int) -> None:
-        self.inner, self.stages, self.place = inner, stages, place
+class _ModuleCall(MethodReplacement):
+    """The call of a module of the line, around hooks too, which may change what it is given."""
+
+    def __init__(
+        self, module: nn.Module, replaced: Callable[..., Any] | None, stages: PipelineStages, place: int
+    ) -> None:
+        super().__init__(module, _CALL, replaced)
+        self.stages, self.place = stages, place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ModuleCall, (self.module, self.replaced, self.stages, self.place)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running, stages = self.stages.running, self.stages
         if inside_backward():  # it is computed again
-            return self.inner(*args, **kwargs)
+            return self.bound()(*args, **kwargs)
         first, end = stages.bounds[_stage_of(stages)]
         if running.come_to != self.place:
             expected = stages.line[running.come_to] if running.come_to < len(stages.line) else "the end of the forward"
@@ -54,7 +63,7 @@ class _ModuleCall:
             raise _StageEnded
         if self.place >= first:
             before = _graphs_in(args, kwargs)
-            running.values = self._single(self.inner(*args, **kwargs))
+            running.values = self._single(self.bound()(*args, **kwargs))
             self._check_kept(before, _graphs_in(args, kwargs))
         else:  # what the stage before has sent is the output of its last module alone
             received = running.received
@@ -108,17 +117,21 @@ class _StageEnded(Exception):
     """The model's forward has come to the first module of the next stage: that and what is behind is run there."""
 
 
-class _StageForward:
+class _StageForward(MethodReplacement):
     """The forward of the model: that of one stage."""
 
-    def __init__(self, inner: Callable[..., Any], stages: PipelineStages) -> None:
-        self.inner, self.stages = inner, stages
+    def __init__(self, model: nn.Module, replaced: Callable[..., Any] | None, stages: PipelineStages) -> None:
+        super().__init__(model, "forward", replaced)
+        self.stages = stages
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _StageForward, (self.module, self.replaced, self.stages)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stages = self.stages
         _stage_of(stages)
         try:
-            output = self.inner(*args, **kwargs)
+            output = self.bound()(*args, **kwargs)
         except _StageEnded:
             return stages.running.values
         come_to = stages.running.come_to
@@ -177,10 +190,8 @@ def _stage_of(stages: PipelineStages) -> int:
 def put_in_line(model: nn.Module, modules: Sequence[nn.Module], stages: PipelineStages) -> None:
     """Have the model run as one of the stages of `stages`, whose line these modules are."""
     for place, module in enumerate(modules):
-        own: Any = module
-        # around hooks too, which may change what it is given
-        own._call_impl = _ModuleCall(own._call_impl, stages, place)
-    model.forward = _StageForward(model.forward, stages)
+        vars(module)[_CALL] = _ModuleCall(module, replaced_of(module, _CALL), stages, place)
+    model.forward = _StageForward(model, replaced_of(model, "forward"), stages)
     model.register_state_dict_pre_hook(_refuse_states)
 
 
