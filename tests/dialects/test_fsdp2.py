@@ -250,6 +250,29 @@ def test_replicas_alone_are_plain_replication() -> None:
     assert verdicts("fsdp2", document)["mesh"].kind == "refused"  # nothing says what a is
 
 
+@pytest.mark.parametrize("target", ["terrazzo", "torchtitan"])
+def test_shards_that_context_parallel_ranks_do_not_share_are_told(target: str) -> None:
+    mesh = {"dp": 4, "cp": 2}
+    for shard, kind in ((["dp", "cp"], "defaulted"), ("dp", "lossy")):
+        conversion = converted("fsdp2", target, {"mesh": mesh, "dp_mesh_dims": {"shard": shard}})
+        (told,) = [each for each in conversion.verdicts if each.key == "dp_mesh_dims.shard"]
+        assert (told.kind, "same shards" in told.why) == (kind, kind == "lossy")
+
+
+@pytest.mark.parametrize("name", ["zero0", "zero3", "hybrid_shard"])
+def test_a_size_that_is_not_known_is_told_beside_other_axes_too(name: str) -> None:
+    replicas = {"dp_replicate": 2} if name == "hybrid_shard" else {}
+    document = {"plan": {"name": name, "mesh": {**replicas, "tp": 2}}}
+    for world, size in ((None, None), (8, 2 if replicas else 4)):
+        conversion = converted("terrazzo", "fsdp2", document, **({"world": world} if world else {}))
+        mesh = {**replicas, "tp": 2} | (
+            {"dp_replicate": size, "dp_shard": 1} if name == "zero0" else {"dp_shard": size}
+        )
+        assert conversion.document["mesh"] == mesh
+        kinds = {each.key: each.kind for each in (*conversion.verdicts, *conversion.unsaid)}
+        assert ("lossy" in kinds.values() and "fill it in" in str(conversion.unsaid)) == (size is None)
+
+
 # -- torch's own function ------------------------------------------------------------------------------------------
 
 

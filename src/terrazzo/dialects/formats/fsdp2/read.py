@@ -30,9 +30,6 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
         **_offload(reader),
         **_prefetch(reader),
     }
-    for key in KEYS:
-        if reader.raw(key) is not None:
-            reader.keep_row(key)
     return reader.finish("fsdp2", settings, unknown="raises a TypeError")
 
 

@@ -91,6 +91,9 @@ def _by_name(reader: Reader, sizes: dict[str, int | None], shard: tuple[str, ...
         reader.refuse("mesh", f"{fault}: its axes are {', '.join(sizes)}")
         return _Mesh()
     others = {axis: sizes[axis] for axis in MESH_ORDER if axis in sizes}
+    if others.get("cp", 1) != 1 and "cp" not in shard:
+        why = "of ranks along cp each has the same shards there, and elsewhere these are split over them, too"
+        reader.mark("dp_mesh_dims.shard", "lossy", why)
     shards = product(sizes[name] for name in shard if name not in MESH_ORDER)
     return _Mesh(product(sizes[name] for name in replicate), shards, others, in_document=True)
 
