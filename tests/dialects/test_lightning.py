@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from terrazzo.dialects.core.description import Setting, build
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.formats.lightning.deepspeed_document import strategy_document
 from terrazzo.dialects.formats.lightning.keys import (
@@ -113,6 +114,14 @@ def test_every_key_of_the_inventory_has_a_verdict(name: str) -> None:
     ("document", "row"),
     [
         ({"strategy": "fsdp", "precision": "bf16-mixed"}, ["fp32", "bf16", "bf16", "fp32", "fp32", "fp32"]),
+        (
+            {"strategy": "fsdp", "precision": "bf16-mixed", "accumulate_grad_batches": 4},
+            ["fp32", "bf16", "bf16", "bf16", "fp32", "fp32"],
+        ),
+        (
+            {"strategy": "ddp", "precision": "bf16-mixed", "accumulate_grad_batches": 4},
+            ["fp32", "bf16", "fp32", "fp32", "fp32", "fp32"],
+        ),
         ({"strategy": "fsdp", "precision": "bf16-true"}, ["bf16"] * 6),
         ({"strategy": "fsdp", "precision": "16-mixed"}, ["fp32", "fp16", "fp16", "fp32", "fp32", "fp32"]),
         ({"strategy": "fsdp"}, ["fp32"] * 6),
@@ -132,6 +141,22 @@ def test_every_key_of_the_inventory_has_a_verdict(name: str) -> None:
 )
 def test_precision_is_pinned(document: dict[str, Any], row: list[str]) -> None:
     assert precision("lightning", document) == row
+
+
+def test_sums_over_micro_batches_are_narrow_under_fsdp_and_it_is_told() -> None:
+    """FSDP1's `no_sync` leaves gradients in the dtype of gathered weights, and Lightning's Trainer calls it."""
+    for count, kind in ((4, "lossy"), (1, "applied")):
+        document = {"plan": "zero3", "precision": "bf16", "batch": {"global_batch": 8 * count, "micro_batch": 1}}
+        document |= {"train": {"clip": None}}
+        before = described("terrazzo", document, world=8)
+        writing = dialect("lightning").write(before, ReadingContext(world=8))
+        (told,) = [each for each in writing.verdicts if each.key == "precision.accumulate"]
+        assert (before.value("batch.accumulation"), told.kind) == (count, kind)
+    types, fsdp = (
+        pytest.importorskip("lightning.pytorch.utilities.types"),
+        pytest.importorskip("torch.distributed.fsdp"),
+    )
+    assert issubclass(fsdp.FullyShardedDataParallel, types.DistributedDataParallel)
 
 
 def test_buffers_and_autocast() -> None:

@@ -9,7 +9,7 @@ from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting
 from terrazzo.dialects.core.reader import derived
 from terrazzo.engine import LossScaling
 
-__all__ = ["GATHERS_NARROW", "LAST", "POLICY", "WORDS", "gathered_in", "precision_row"]
+__all__ = ["GATHERS_NARROW", "LAST", "POLICY", "WORDS", "dtype_of_sums", "gathered_in", "precision_row"]
 
 LAST = "2.6.6"
 """The release of Lightning that this was held against."""
@@ -70,8 +70,19 @@ def precision_row(
 
 
 def gathered_in(strategy: str, word: str, policy: Mapping[str, Setting[Any]] | None, version: tuple[int, ...]) -> str:
-    """The dtype of gathered weights beside autocast; that of the word where it is no other."""
+    """The dtype of weights inside modules, whatever autocast makes of them: FSDP gathers them in one of its own."""
     name, _, way = word.partition("-")
-    if strategy != "FSDPStrategy" or way != "mixed" or (policy is None and version >= GATHERS_NARROW):
-        return _DTYPES[name]
-    return str(policy["compute"].value) if policy and "compute" in policy else "fp32"
+    stored = _DTYPES[name] if way == "true" else "fp32"
+    if strategy == "FSDPStrategy" and policy is not None:
+        return str(policy["compute"].value) if "compute" in policy else stored
+    return stored if strategy == "FSDPStrategy" and version < GATHERS_NARROW else _DTYPES[name]
+
+
+def dtype_of_sums(gathered: str, word: Setting[Any], micro_batches: Setting[Any]) -> SettingsByPath:
+    """The dtype in which FSDP1 sums gradients of several micro-batches; empty for one.
+
+    Lightning has it reduce those of the last alone, by `no_sync`: until then they have the dtype of gathered weights.
+    """
+    if (micro_batches.value or 1) == 1:
+        return {}
+    return {"precision.accumulate": derived(gathered, word, micro_batches, origin=word.origin)}

@@ -10,7 +10,7 @@ from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, NAMED, TRAINER, rows_for, strategy_of
-from terrazzo.dialects.formats.lightning.precision import LAST, POLICY, gathered_in, precision_row
+from terrazzo.dialects.formats.lightning.precision import LAST, POLICY, dtype_of_sums, gathered_in, precision_row
 from terrazzo.dialects.formats.lightning.read_loop import arguments_of, read_loop
 from terrazzo.dialects.formats.lightning.read_strategy import Strategy, read_strategy
 from terrazzo.dialects.formats.shared.plan_rows import in_one_group
@@ -67,7 +67,7 @@ class _Read:
             settings["mesh.world"] = self._alone(settings.get("mesh.world"))
             settings.pop("mesh.nodes", None)
         if strategy.kind != "DeepSpeedStrategy":
-            settings |= self._dtypes(strategy, word, strategy_reading.settings)
+            settings |= self._dtypes(strategy, word, strategy_reading.settings, settings["batch.accumulation"])
         for verdict in strategy_reading.verdicts:
             reader.mark(verdict.key, verdict.kind, verdict.why, verdict.target)
         reader.extras += strategy_reading.extras
@@ -91,7 +91,11 @@ class _Read:
         return word if word.value is not None else replace(word, value="32-true")
 
     def _dtypes(
-        self, strategy: Strategy, word: Setting[Any], strategy_settings: Mapping[str, Setting[Any]]
+        self,
+        strategy: Strategy,
+        word: Setting[Any],
+        strategy_settings: Mapping[str, Setting[Any]],
+        micro_batches: Setting[Any],
     ) -> SettingsByPath:
         """What the word says, and FSDPStrategy's own `mixed_precision` in its place."""
         policy = None
@@ -103,6 +107,8 @@ class _Read:
         if gathered != row["precision.compute"].value and word.value.endswith("-mixed"):
             why = f"weights are gathered in {gathered}, and autocast computes in {row['precision.compute'].value}"
             self.reader.mark(f"{self.prefix}precision", "lossy", why)
+        if strategy.kind == "FSDPStrategy":
+            row |= dtype_of_sums(gathered, word, micro_batches)
         if strategy.kind == "ModelParallelStrategy":  # the code says it
             return {path: setting for path, setting in row.items() if path != "precision.reduce"}
         return row

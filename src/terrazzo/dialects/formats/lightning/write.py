@@ -27,7 +27,7 @@ from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.formats.lightning.keys import KEYS
 from terrazzo.dialects.formats.lightning.model_checkpoint import write_saving
-from terrazzo.dialects.formats.lightning.precision import POLICY, WORDS, precision_row
+from terrazzo.dialects.formats.lightning.precision import LAST, POLICY, WORDS, dtype_of_sums, gathered_in, precision_row
 from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, filled, joined, placed, resolve_auto
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, wants_deepspeed
 from terrazzo.dialects.formats.shared.launcher import write_ranks
@@ -61,7 +61,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     if is_split(description):
         _fsdp(draft, context)
     else:
-        _ddp(draft)
+        _ddp(draft, context)
     if draft.value("mesh.tp", 1) != 1:
         draft.lossy("mesh.tp", "ModelParallelStrategy alone has it, and configure_model() says what is split")
     return draft.finish()
@@ -143,7 +143,7 @@ def _clip(draft: Draft, sharded: bool) -> None:
 # -- strategies ----------------------------------------------------------------------------------------------------
 
 
-def _ddp(draft: Draft) -> None:
+def _ddp(draft: Draft, context: ReadingContext) -> None:
     draft.put(SHARDING_PATHS, _STRATEGY, "ddp")
     draft.implied(DATA_AXIS_PATHS, "every rank is a replica", _STRATEGY)
     draft.implied([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
@@ -155,7 +155,7 @@ def _ddp(draft: Draft) -> None:
     _recomputed(draft, sharded=False)
     _state(draft, sharded=False)
     _clip(draft, sharded=False)
-    _precision(draft, "DDPStrategy")
+    _precision(draft, "DDPStrategy", context)
 
 
 def _fsdp(draft: Draft, context: ReadingContext) -> None:
@@ -171,7 +171,7 @@ def _fsdp(draft: Draft, context: ReadingContext) -> None:
     _recomputed(draft, sharded=True)
     _state(draft, sharded=True)
     _clip(draft, sharded=True)
-    _precision(draft, "FSDPStrategy")
+    _precision(draft, "FSDPStrategy", context)
     if draft.document["trainer"]["strategy"] == {"class_path": f"{_CLASSES}.FSDPStrategy"}:
         draft.write(_STRATEGY, "fsdp")
 
@@ -214,15 +214,13 @@ def _state(draft: Draft, *, sharded: bool) -> None:
 # -- precision -----------------------------------------------------------------------------------------------------
 
 
-def _precision(draft: Draft, kind: str) -> None:
+def _precision(draft: Draft, kind: str, context: ReadingContext) -> None:
     """The word that misses the fewest dtypes, alone or, under FSDP, with a `mixed_precision` of its own beside it."""
     wanted = {path: draft.setting(path) for path in PATHS if path.startswith("precision.") and draft.is_set(path)}
     if "precision.compute" not in wanted:
         return
     policies = (None, _policy(draft)) if kind == "FSDPStrategy" else (None,)
-    rows = [
-        (word, policy, precision_row(kind, Setting(word, "file"), policy)) for policy in policies for word in _WORDS
-    ]
+    rows = [(word, policy, _row(draft, kind, word, policy, context)) for policy in policies for word in _WORDS]
     word, policy, row = min(rows, key=lambda each: _misses(wanted, each[2]))
     draft.write("trainer.precision", word)
     for state, setting in (policy or {}).items():
@@ -246,6 +244,18 @@ def _precision(draft: Draft, kind: str) -> None:
             )
         else:
             draft.lossy(path, f"under {word} it is {as_text(does.value)}", "trainer.precision")
+
+
+def _row(
+    draft: Draft, kind: str, word: str, policy: Mapping[str, Setting[Any]] | None, context: ReadingContext
+) -> SettingsByPath:
+    """What a word does, with sums over the micro-batches that a step has."""
+    told: Setting[Any] = Setting(word, "file")
+    row = precision_row(kind, told, policy)
+    if kind != "FSDPStrategy":
+        return row
+    gathered = gathered_in(kind, word, policy, context.version("lightning", LAST))
+    return row | dtype_of_sums(gathered, told, draft.setting("batch.accumulation"))
 
 
 def _policy(draft: Draft) -> dict[str, Setting[Any]]:
