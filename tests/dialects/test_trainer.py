@@ -583,6 +583,8 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("cosine_with_min_lr", {"min_lr": 0.1, "min_lr_rate": None}),
     ("warmup_stable_decay", {"decay_type": "linear"}),
     ("warmup_stable_decay", {"decay_type": "linear", "num_decay_steps": 4}),
+    ("polynomial", {"lr_end": 2.0}),
+    ("polynomial", {"power": 1.0}),
 ]
 
 
@@ -629,6 +631,7 @@ WRITTEN: list[tuple[tuple[str, dict[str, Any]], str, int, float]] = [
     (_ours("constant"), "constant", 8, 0.0),
     (_ours("linear"), "linear", 17, 0.0),
     (_ours("linear", 0.1), "linear", 17, 0.1),
+    (_ours("linear", 1.0), "constant", 17, 1.0),
     (_ours("cosine"), "cosine", 17, 0.0),
     (_ours("cosine", 0.1), "cosine", 17, 0.1),
     (_ours("wsd", 0.1, decay_steps=8), "linear", 8, 0.1),
@@ -672,6 +675,13 @@ def test_a_schedule_that_is_written_is_taken_by_transformers_and_has_that_curve(
     lossy = {"schedule.decay_shape"} if source[1] is MEGATRON else set()
     assert {each.key for each in told if "decay_shape" in each.why or each.key == "schedule.decay_shape"} == lossy
     assert any("starts at min_lr_ratio" in each.why for each in told) is bool(least)
+
+
+def test_a_line_that_does_not_fall_is_a_constant_rate() -> None:
+    conversion = converted("terrazzo", "trainer", _ours("linear", 1.0)[1])
+    assert conversion.document["lr_scheduler_type"] == "constant_with_warmup"
+    assert "lr_scheduler_kwargs" not in conversion.document and not conversion.faults
+    assert "schedule.name" not in {each.key for each in conversion.verdicts if each.kind == "lossy"}
 
 
 @pytest.mark.parametrize("word", ["sqrt", "exponential", "1-sqrt", "linear", "cosine"])

@@ -68,7 +68,8 @@ def has_no_effect(description: Description, path: str) -> bool:
     if path == "schedule.warmup_lag":
         return not any(description.value(f"schedule.warmup_{length}") for length in ("steps", "fraction"))
     if path == "schedule.decay_lag":
-        return description.value("schedule.name") in (None, "constant")
+        level = description.value("schedule.final_fraction") == 1.0
+        return level or description.value("schedule.name") in (None, "constant")
     if path == "schedule.decay_shape":
         return bool(description.value("schedule.name") != "wsd")
     if path == "saving.every":

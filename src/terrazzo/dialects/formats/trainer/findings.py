@@ -11,7 +11,7 @@ from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, Rea
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings, resolve_auto
 from terrazzo.dialects.formats.shared.accelerate_stack import AXES, axis_faults
-from terrazzo.dialects.formats.trainer.keys import GONE, MATCHED, RENAMED
+from terrazzo.dialects.formats.trainer.keys import GONE, MATCHED, POLYNOMIAL_END, RENAMED
 from terrazzo.dialects.formats.trainer.trainer_reader import default_of
 from terrazzo.documents.dotted_keys import flatten
 
@@ -30,7 +30,7 @@ def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     yield from _together(document, values)
     yield from _axes(document, values, context)
     yield from _best_at_end(values)
-    yield from _schedule(document, values)
+    yield from _schedule(document, values, context)
     if values.get("fsdp"):
         yield from _fsdp(values)
     yield from _deepspeed(document, values, context)
@@ -105,14 +105,21 @@ def _is_multiple(saves: float, evaluates: float) -> bool:
     return abs(saves / evaluates - round(saves / evaluates)) < 1e-9
 
 
-def _schedule(document: ConfigDocument, values: Mapping[str, Any]) -> Iterable[Finding]:
-    """Arguments without which Hugging Face's schedules raise."""
+def _schedule(document: ConfigDocument, values: Mapping[str, Any], context: ReadingContext) -> Iterable[Finding]:
+    """Arguments on which Hugging Face's schedules raise, or without which they do."""
     word, options = document.get("lr_scheduler_type"), values.get("lr_scheduler_kwargs")
     given = {key for key, value in options.items() if value is not None} if isinstance(options, Mapping) else set()
     if word == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:
         yield Finding.error("lr_scheduler_kwargs", f"{word} needs one of min_lr and min_lr_rate, and not both.")
     if word == "warmup_stable_decay" and "num_decay_steps" not in given:
         yield Finding.error("lr_scheduler_kwargs", f"{word} needs num_decay_steps.")
+    peak = values.get("learning_rate", default_of("learning_rate", context))
+    end = number().parse(options.get("lr_end", POLYNOMIAL_END)) if isinstance(options, Mapping) else POLYNOMIAL_END
+    if word == "polynomial" and peak is not None and end is not MISSING and end >= peak:
+        text = (
+            f"{word} raises where lr_end, {end:g}, is not below learning_rate, {peak:g}: say constant, or a lower end."
+        )
+        yield Finding.error("lr_scheduler_kwargs", text)
 
 
 def _fsdp(values: Mapping[str, Any]) -> Iterable[Finding]:

@@ -24,6 +24,7 @@ __all__ = [
     "MISNAMED",
     "OPTIMIZERS",
     "OWN_SCHEDULES",
+    "POLYNOMIAL_END",
     "RENAMED",
 ]
 
@@ -63,6 +64,8 @@ SCHEDULES = {
     "polynomial": "polynomial",
     **{name: name for name in OWN_SCHEDULES},
 }
+POLYNOMIAL_END = 1e-7
+"""Where a polynomial schedule ends, if `lr_end` does not say it."""
 DECAY_SHAPES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
 """Shapes of the final decay of warmup_stable_decay by Hugging Face's word."""
 _OPTIM = choice({**OPTIMIZERS, **EIGHT_BITS, **{name: name for name in _OTHERS}}, fold=False)

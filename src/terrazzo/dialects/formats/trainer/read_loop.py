@@ -10,13 +10,11 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingOrigin, SettingsByPath
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import derived, only_from_file
-from terrazzo.dialects.formats.trainer.keys import BETA3, DECAY_SHAPES, FIELDS
+from terrazzo.dialects.formats.trainer.keys import BETA3, DECAY_SHAPES, FIELDS, POLYNOMIAL_END
 from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader
 from terrazzo.messages import did_you_mean
 
 __all__ = ["read_loop"]
-
-_POLYNOMIAL_END = 1e-7
 
 
 def read_loop(reader: TrainerReader) -> SettingsByPath:
@@ -123,7 +121,7 @@ def _shape(reader: TrainerReader, word: str, options: _ScheduleOptions) -> Setti
         lowest = options.number("min_lr", 0.0)
         return {final: Setting(lowest.value / peak, lowest.origin, lowest.key)}
     if word == "polynomial" and options.number("power", 1.0).value == 1.0:
-        end = options.number("lr_end", _POLYNOMIAL_END)
+        end = options.number("lr_end", POLYNOMIAL_END)
         line = Setting("linear", "file", "lr_scheduler_type")
         return {"schedule.name": line, final: Setting(end.value / peak, end.origin, end.key)}
     if word == "warmup_stable_decay":

@@ -117,9 +117,11 @@ def write_schedule(draft: Draft) -> None:
     paths = ("schedule.name", "schedule.final_fraction")
     kind, options = "lr_scheduler_type", "lr_scheduler_kwargs"
     write_lags(draft, 1, 1)
-    if name == "constant":
+    level = name == "linear" and final == 1.0  # polynomial raises on a line that does not fall
+    if name == "constant" or level:
         warm = draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_fraction")
-        draft.put(paths, kind, "constant_with_warmup" if warm else "constant")
+        why = "a line to the peak itself stays there" if level else ""
+        draft.put(paths, kind, "constant_with_warmup" if warm else "constant", why, holds=level)
     elif name in ("linear", "cosine") and not final:
         draft.put(paths, kind, name)
     elif name == "cosine":
