@@ -31,6 +31,7 @@ class MethodReplacement(ABC):
 
     def __init__(self, module: nn.Module, name: str, replaced: Callable[..., Any] | None) -> None:
         self._module, self.name, self.replaced = weakref.ref(module), name, replaced
+        self._function = _own_method(module, name) if replaced is None else None
 
     @property
     def module(self) -> nn.Module:
@@ -48,8 +49,10 @@ class MethodReplacement(ABC):
 
     def bound(self) -> Callable[..., Any]:
         """The method that is replaced, as the module would have it."""
-        module = self.module
-        return MethodType(_own_method(module, self.name), module) if self.replaced is None else self.replaced
+        if self.replaced is not None:
+            return self.replaced
+        assert self._function is not None, "the class has it"
+        return MethodType(self._function, self.module)
 
     @abstractmethod
     def __reduce__(self) -> tuple[Any, ...]: ...
