@@ -21,6 +21,7 @@ from torch import Tensor
 from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
+from terrazzo.engine.runtime.private_torch import uncompiled_once_called
 from terrazzo.errors import RanksApart
 from terrazzo.parallel.exchanges import AxisRanks, exchange
 from terrazzo.parallel.expert.row_order import RowOrder
@@ -129,9 +130,6 @@ class Experts:
         self._there, self._back = (
             ranks.labelled(Label(each, module, names=ranks.modules)) for each in (Purpose.EXPERTS, Purpose.EXPERTS_BACK)
         )
-        # No part of compiled graphs, whose compiler would run it to see what it does.
-        self.dispatch = torch.compiler.disable(self._dispatch)
-        self.combine = torch.compiler.disable(self._combine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -142,7 +140,8 @@ class Experts:
         own = self.count // self.ranks.size
         return slice(self.ranks.rank * own, (self.ranks.rank + 1) * own)
 
-    def _dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, RowRoute]:
+    @uncompiled_once_called  # a compiler would run it to see what it does
+    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, RowRoute]:
         """Send rows to the ranks that have their experts. Collective; the host waits for the device.
 
         Args:
@@ -168,7 +167,8 @@ class Experts:
         )
         return route.order.sort(arrived), route
 
-    def _combine(self, outputs: Tensor, route: RowRoute) -> Tensor:
+    @uncompiled_once_called
+    def combine(self, outputs: Tensor, route: RowRoute) -> Tensor:
         """Send the outputs for arrived rows back to the ranks that sent the rows. Collective.
 
         Args:
