@@ -30,6 +30,7 @@ USUAL = {
 }  # fmt: skip
 OF_GPT2 = {"n_embd": WIDTH, "n_head": HEADS, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2}
 OLD = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2}
+OF_XGLM = {"d_model": WIDTH, "attention_heads": HEADS, "ffn_dim": INNER, "vocab_size": 512}
 MLA = {
     "num_key_value_heads": HEADS, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "head_dim": 16,
     "qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
@@ -49,6 +50,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "narrow values": ("deepseek_v3", USUAL | MLA),
     "one key head": ("falcon", OLD),
     "a mask where there is no window": ("falcon", OLD | {"multi_query": False}),
+    "a mask where there is no window, nothing dropped": (
+        "falcon",
+        OLD | {"multi_query": False, "attention_dropout": 0.1},
+    ),
+    "one key head, ALiBi, dropped": ("falcon", OLD | {"alibi": True, "attention_dropout": 0.1}),
+    "clamped scores": ("xglm", OF_XGLM | {"attention_dropout": 0.0}),
+    "clamped scores, dropped": ("xglm", OF_XGLM),
     "a window": ("mistral", USUAL | {"sliding_window": 64}),
     "a window in some layers": ("olmo3", USUAL | {"sliding_window": 64}),
     "a window as long as the sequence": ("mistral", USUAL | {"sliding_window": LENGTH}),
@@ -57,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BERT_DROPS = ("attention_probs_dropout_prob", "hidden_dropout_prob")
 
-LAYERS = {"gpt2": "n_layer", "gptj": "n_layer", "bloom": "n_layer"}
+LAYERS = {"xglm": "num_layers", "gpt2": "n_layer", "gptj": "n_layer", "bloom": "n_layer"}
 
 
 def kept_bytes(run: Callable[[], object], beside: set[int]) -> int:

@@ -79,6 +79,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"model_type": "gpt_bigcode", **GPT2, "multi_query": False},
     {"model_type": "opt", **PLAIN, "ffn_dim": 200, "word_embed_proj_dim": 96},
     {"model_type": "opt", **PLAIN, "ffn_dim": 200, "enable_bias": False},
+    {"model_type": "xglm", "d_model": 96, "num_layers": 3, "attention_heads": 6, "vocab_size": 500, "ffn_dim": 200},
     {"model_type": "bloom", "hidden_size": 96, "n_layer": 3, "n_head": 6, "vocab_size": 500},
     {"model_type": "bloom", "n_embed": 96, "n_layer": 3, "num_attention_heads": 6, "vocab_size": 500},
     {"model_type": "mpt", "d_model": 96, "n_layers": 3, "n_heads": 6, "vocab_size": 500, "expansion_ratio": 4},

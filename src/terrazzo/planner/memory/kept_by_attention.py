@@ -94,20 +94,20 @@ def score_bytes(local: BlockSetting, block: BlockShape) -> float:
     """Bytes of the scores that attention keeps, all of them, those outside of a window masked."""
     if not local.keeps_scores:
         return 0.0
-    per_score = _per_score(local, block) + (local.itemsize if block.soft_cap else 0)
+    per_score = _per_score(local, block) + (local.itemsize if block.soft_cap or block.clamped else 0)
     return local.tokens * local.sequence * block.heads * per_score / block.attention_parts(local.tp)
 
 
 def _per_score(local: BlockSetting, block: BlockShape) -> int:
     """Bytes of a score: its softmax, and what is multiplied with the values if that is not the same tensor.
 
-    The softmax is in fp32, with sinks in the dtype of the scores; torch's math path multiplies in fp32 too. Dropout
-    keeps softmax and mask, on a CPU as a factor of the softmax's dtype, on a GPU of one byte; in code that is not known
-    the softmax is in 16 bits then, as in arXiv 2205.05198.
+    The softmax is in fp32, with sinks or clamped in the dtype of the scores; torch's math path multiplies in fp32 too.
+    Dropout keeps softmax and mask, on a CPU as a factor of the softmax's dtype, on a GPU of one byte; in code that is
+    not known the softmax is in 16 bits then, as in arXiv 2205.05198.
     """
     item, wide = local.itemsize, max(FP32_BYTES, local.itemsize)
     code, factor = _own_code(local, block), wide if _in_torch(local, block) else item
-    softmax = item if block.sinks else wide
+    softmax = item if block.sinks or block.clamped else wide
     if not block.attention_dropout:
         return softmax + (factor if factor < softmax else 0)
     return (softmax if code else item) + (factor if local.cpu else 1) + factor

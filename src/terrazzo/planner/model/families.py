@@ -12,6 +12,7 @@ from dataclasses import replace
 from terrazzo.planner.model.decoder_family import DECODER
 from terrazzo.planner.model.rows import (
     Architecture,
+    BufferRow,
     TensorRow,
     attention,
     embedding,
@@ -235,6 +236,23 @@ _OPT = replace(
     assumes={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
     assumes_width=("word_embed_proj_dim",),  # OPT-350m alone embeds in another width
 )
+_XGLM = replace(
+    _OPT,
+    blocks="model.layers",
+    root=embedding("model.embed_tokens") + norms("model.layer_norm", bias=True),
+    attention=(
+        *(row for each in "kvq" for row in linear(f"self_attn.{each}_proj", "q", "hidden", "column", True)),
+        *linear("self_attn.out_proj", "hidden", "q", "row", True),
+    ),
+    mlp=mlp("fc1", "fc2"),
+    keys={"hidden": "d_model", "layers": "num_layers", "heads": "attention_heads", "ffn": "ffn_dim"},
+    defaults={"positions": 2048, "tied": True, "dropout": 0.1, "attention_dropout": 0.1},
+    buffers=(BufferRow(("position_rows", "hidden"), 4),),  # sines
+    eager=True,
+    clamped=True,
+    assumes=_GPT2.assumes,
+    assumes_width=(),
+)
 _BLOOM = replace(
     _GPT2,
     blocks="transformer.h",
@@ -363,6 +381,7 @@ FAMILIES: Mapping[str, Architecture] = {
     "phi": _PHI,
     "starcoder2": _STARCODER2,
     "opt": _OPT,
+    "xglm": _XGLM,
     "bloom": replace(_BLOOM, order=("input_layernorm", "self_attention", "post_attention_layernorm", "mlp")),
     "mpt": _MPT,
     "falcon": replace(
@@ -380,6 +399,7 @@ FAMILIES: Mapping[str, Architecture] = {
         rotary=1.0,
         parallel="parallel_attn",
         eager=False,
+        drops_scores="alibi",
         one_key=True,
         masks="all",
         assumes={"num_ln_in_parallel_attn": None},

@@ -151,6 +151,10 @@ class Fields:
             raise BadInput(f"{self.name}: {key} is {_short(value)}, but true or false is expected.")
         return value
 
+    def has(self, trait: bool | str) -> bool:
+        """Whether a trait of the family is there: as it says, or as the flag does that it names."""
+        return self.flag(trait) if isinstance(trait, str) else trait
+
     def indices(self, key: str) -> Sequence[int]:
         """A list of whole numbers; empty where there is none."""
         value = self.values.get(key) or []

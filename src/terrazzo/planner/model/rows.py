@@ -68,8 +68,9 @@ class Architecture:
         head: the module name of the output head.
         keys: the config's key for a size, where it is not the usual one of `fields.USUAL_KEYS`; empty: it has none.
         defaults: what the config class assumes for a missing key. A size without one must be given.
-        gated, norm, torch_norm, wide_norm, eager, one_key: see `BlockShape`. `bare_norms`: norms of a block that have
-            no tensors.
+        gated, norm, torch_norm, wide_norm, eager, clamped, one_key: see `BlockShape`. `bare_norms`: norms of a block
+            that have no tensors.
+        drops_scores: whether what the config drops of scores is dropped, or the flag without which it is not.
         masks: what torch's attention is given a mask for: `windows`, whole sequences too (`all`), or nothing.
         rotary: share of a head's channels that a rotary embedding turns, where the config says no other; 0: the family
             has none, but learned positions or a bias of attention.
@@ -100,6 +101,8 @@ class Architecture:
     torch_norm: bool = False
     wide_norm: bool = False
     eager: bool = False
+    clamped: bool = False
+    drops_scores: bool | str = True
     one_key: bool = False
     masks: Literal["windows", "all", ""] = "windows"
     windowed: int = 0

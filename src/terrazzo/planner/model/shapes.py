@@ -116,7 +116,8 @@ class BlockShape:
             gpt-oss's experts.
         soft_cap: scores are kept within a cap by tanh, as Gemma-2's: torch's fused kernels have none.
         eager: attention is plain operators, whatever kernels there are, as transformers has it with soft caps, sinks
-            and ALiBi. `sinks`: its softmax is over the scores and a learned one, in their own dtype.
+            and ALiBi. `sinks`: its softmax is over the scores and a learned one, in their own dtype. `clamped`: scores
+            are kept above the least number of their dtype, and their softmax is in it too, as XGLM's.
         one_key: torch's attention is given one key head for all query heads, which no fused kernel takes (Falcon);
             it is copied from what gives all three.
         masked: torch's attention is given a mask, [sequence, sequence], where a window is no longer than the sequence,
@@ -152,6 +153,7 @@ class BlockShape:
     soft_cap: bool = False
     eager: bool = False
     sinks: bool = False
+    clamped: bool = False
     one_key: bool = False
     masked: bool = False
     wide_norm: bool = False
