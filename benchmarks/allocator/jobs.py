@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["JOBS", "LAYERS", "LONGEST", "RANKS", "SCALE", "Job"]
+__all__ = ["JOBS", "LAYERS", "LONGEST", "MODEL", "RANKS", "SCALE", "Job"]
 
 RANKS, LAYERS, LONGEST = 8, 8, 128
 """Of the group, blocks of the model, and tokens of a sequence."""
+
+MODEL: dict[str, Any] = {
+    "vocab_size": 1000, "dim": 128, "layers": LAYERS, "heads": 2, "kv_heads": 2, "ffn_dim": 512,
+    "max_sequence_length": LONGEST,
+}  # fmt: skip
+"""Sizes of the decoder that is trained."""
 
 
 SCALE = 256

@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn import functional as F
 
 import terrazzo as tz
-from benchmarks.allocator.jobs import LAYERS, LONGEST, RANKS, SCALE, Job
+from benchmarks.allocator.jobs import LONGEST, MODEL, RANKS, SCALE, Job
 from hostcuda import caching, collectives, memory
 from hostcuda.device import start
 from terrazzo.engine.mesh.meshes import data_mesh
@@ -52,9 +52,7 @@ class OneOfMany(collectives._Nccl):
         return self._ranks * [collectives._alias(tensor).clone().view(-1)]
 
 
-MODEL = DecoderConfig(
-    vocab_size=1000, dim=128, layers=LAYERS, heads=2, kv_heads=2, ffn_dim=512, max_sequence_length=LONGEST
-)
+CONFIG = DecoderConfig(**MODEL)
 
 
 def sharded(plan: str, axes: int, folder: str) -> tuple[nn.Module, Any]:
@@ -62,7 +60,7 @@ def sharded(plan: str, axes: int, folder: str) -> tuple[nn.Module, Any]:
     mesh = data_mesh("cuda", *((2, RANKS // 2) if axes == 2 else (RANKS,)))
     torch.manual_seed(0)
     with torch.device("cpu" if plan == "fsdp2" else "meta"):
-        model = Decoder(MODEL)
+        model = Decoder(CONFIG)
     adamw = partial(torch.optim.AdamW, fused=True)
     if plan != "fsdp2":
         offload = tz.Offload(threads=1, path=folder).used_under(tz.Plan.named(plan))
@@ -81,7 +79,7 @@ def trained(job: Job, folder: str) -> list[int]:
     lengths, marks = random.Random(0), [memory.count()]
     for _ in range(job.steps):
         length = lengths.randint(LONGEST // 4, LONGEST) if job.varied else LONGEST
-        tokens = torch.randint(MODEL.vocab_size, (1, length + 1)).to("cuda")
+        tokens = torch.randint(CONFIG.vocab_size, (1, length + 1)).to("cuda")
         logits = model(tokens[:, :-1])
         F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
         del logits

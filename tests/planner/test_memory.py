@@ -381,9 +381,9 @@ def test_every_term_is_explained_and_bounded(plan: str) -> None:
 
 @pytest.mark.parametrize("gpu", ["h100-sxm", "b200"])  # without room for it, and with
 def test_states_alone_are_expected_within_their_bound(gpu: str) -> None:
-    """Of states a bound has 2 % besides, and what is expected 5 or 12 % of all."""
+    """Of states both have 2 % besides, so that the bound has all of the rest's room."""
     found = tz.plan("llama3-8b", gpus=1, gpu=gpu, strategy="zero0", sequence=64, checkpointing="full")
-    assert found.memory.allocated_bytes < found.memory.device_bytes <= found.memory.upper_bytes
+    assert 1.01 * found.memory.allocated_bytes < found.memory.device_bytes < found.memory.upper_bytes - GIB
 
 
 def test_the_allocator_takes_room_but_no_more_than_there_is() -> None:

@@ -12,7 +12,7 @@ from terrazzo.planner.setup.setup import Setup
 __all__ = [
     "FORMULAS",
     "MOVING_UPPER",
-    "RESTING_UPPER",
+    "RESTING_RESERVE",
     "device_bytes",
     "process_term",
     "reserved_bytes",
@@ -24,17 +24,17 @@ WORKSPACE_BYTES = 2 * 32 * 2**20
 """cuBLAS takes 32 MiB for each thread that multiplies, forward's and backward's (pytorch aten/src/ATen/cuda/
 CublasHandlePool.cpp). Megatron's published steady states exceed their tensors by 70 to 80 MB."""
 
-RESERVE, ROOMY_RESERVE = 0.05, 0.12
-"""Shares of allocated bytes that the caching allocator keeps besides: rounding and fragmentation. It gives blocks back
-only when memory runs out, so more where there is room. They are from benchmarks/results/allocator, which
-`python -m benchmarks.allocator` makes, over all rows of the table, with the expandable segments that `terrazzo train`
-asks for: without room the most on the smallest device, and with room the median."""
+RESTING_RESERVE = 0.02
+"""Share that the caching allocator adds to the bytes of states: they come first and stay, so that they are rounded up,
+and leave no gaps."""
 
-RESTING_UPPER, MOVING_UPPER = 0.02, 0.35
-"""Shares that a bound adds to the bytes of states, and to all other terms. States come first and stay: they are
-rounded up, and leave no gaps. For the others the allocator keeps 35 % where sequences vary and segments are fixed, as
-in others' scripts (benchmarks/results/allocator); published are 30 % of the 25 GiB beside the states of one of eight
-ranks of an 8B model (pytorch/torchtitan#929)."""
+RESERVE, ROOMY_RESERVE, MOVING_UPPER = 0.06, 0.15, 0.35
+"""Shares that it keeps beside all other terms, for rounding and fragmentation. It gives blocks back only when memory
+runs out, so more where there is room. The first two are from benchmarks/results/allocator, which `python -m
+benchmarks.allocator` makes, over all rows of the table, with the expandable segments that `terrazzo train` asks for:
+without room the most on the smallest device, and with room the median. A bound adds what is kept where sequences vary
+and segments are fixed, as in others' scripts; published are 30 % of the 25 GiB beside the states of one of eight ranks
+of an 8B model (pytorch/torchtitan#929)."""
 
 CONTEXT_BYTES, CONTEXT_BYTES_UPPER = 0.5 * GIB, 1.8 * GIB
 """Bytes of a CUDA context with its kernels: 0.47 GiB on A100 under torch 2.1, which loads kernels as they are used,
@@ -56,8 +56,8 @@ FORMULAS = {
         "pytorch aten/src/ATen/cuda/CublasHandlePool.cpp",
     ),
     "memory.reserved": Formula(
-        f"allocated bytes x {1 + ROOMY_RESERVE:g} as far as the device has room, and no more than at most, x "
-        f"{1 + RESERVE:g} where it has not: rounding and fragmentation of the caching allocator, which gives blocks "
+        f"states x {1 + RESTING_RESERVE:g}, and all other terms x {1 + ROOMY_RESERVE:g} as far as the device has room, "
+        f"x {1 + RESERVE:g} where it has not: rounding and fragmentation of the caching allocator, which gives blocks "
         "back only when memory runs out",
         "python -m benchmarks.allocator",
     ),
@@ -73,9 +73,9 @@ FORMULAS = {
         "terrazzo/train/session/warm_kernels.py",
     ),
     "memory.upper": Formula(
-        f"upper values of states x {1 + RESTING_UPPER:g}, and of all other terms x {1 + MOVING_UPPER:g}, for what the "
-        f"allocator keeps, {CONTEXT_BYTES_UPPER / GIB:g} GiB for the CUDA context, {COMMUNICATOR_BYTES_UPPER / GIB:g} "
-        "GiB for the default group and each mesh axis, and at least what is expected without room; on a CPU "
+        f"upper values of states x {1 + RESTING_RESERVE:g}, and of all other terms x {1 + MOVING_UPPER:g}, for what "
+        f"the allocator keeps, {CONTEXT_BYTES_UPPER / GIB:g} GiB for the CUDA context, "
+        f"{COMMUNICATOR_BYTES_UPPER / GIB:g} GiB for the default group and each mesh axis; on a CPU "
         f"{PROCESS_BYTES_UPPER / GIB:g} GiB for the process, states that are offloaded to the same memory, and what "
         "malloc keeps of gradients and weights that a step has freed before its fullest moment, or up to 2 GiB of all "
         "of them in the heap of a thread that does not take them then; to fit surely is to leave "
@@ -105,30 +105,25 @@ def reserved_bytes(setup: Setup, terms: Sequence[Term]) -> float:
 
 def device_bytes(setup: Setup, terms: Sequence[Term]) -> float:
     """What the device holds in all; more than its memory only if nothing that the allocator gives back helps."""
-    allocated, around, capacity = _allocated(terms), _around(setup), setup.cluster.device.memory_bytes
+    around, capacity = _around(setup), setup.cluster.device.memory_bytes
     if not _on_cuda(setup):
-        return allocated + around
-    roomy = min(allocated * (1 + ROOMY_RESERVE) + around, upper_bytes(setup, terms))
-    return roomy if capacity is None else max(_without_room(setup, terms), min(roomy, capacity))
+        return sum(term.value for term in terms) + around
+    least, roomy = (
+        sum(term.value * _with_reserve(term, share) for term in terms) + around for share in (RESERVE, ROOMY_RESERVE)
+    )
+    return roomy if capacity is None else max(least, min(roomy, capacity))
 
 
 def upper_bytes(setup: Setup, terms: Sequence[Term]) -> float:
     """A bound for what a device must have, from the upper values of the terms, whatever this one has."""
     if setup.model.bare:
         return sum(term.upper for term in terms)
-    shares = {True: 1 + RESTING_UPPER, False: 1 + MOVING_UPPER}
-    bound = sum(term.upper * shares[term.name in STATE_OF] for term in terms) + _around(setup, upper=True)
-    if not _on_cuda(setup):
-        return bound
-    return max(bound, _without_room(setup, terms))
+    return sum(term.upper * _with_reserve(term, MOVING_UPPER) for term in terms) + _around(setup, upper=True)
 
 
-def _allocated(terms: Sequence[Term]) -> float:
-    return float(sum(term.value for term in terms))
-
-
-def _without_room(setup: Setup, terms: Sequence[Term]) -> float:
-    return _allocated(terms) * (1 + RESERVE) + _around(setup)
+def _with_reserve(term: Term, moving_share: float) -> float:
+    """How many times its bytes the allocator holds for a term."""
+    return 1 + (RESTING_RESERVE if term.name in STATE_OF else moving_share)
 
 
 def _around(setup: Setup, upper: bool = False) -> float:

@@ -122,19 +122,10 @@ _DEEPSEEK_V3 = replace(
     sparse=(*_ROUTER_LAST, *swiglu(module="mlp.shared_experts", width="shared_ffn")),
     keys={"experts": "n_routed_experts"},
     defaults={
-        "positions": 4096,
-        "experts": 256,
-        "active": 8,
-        "expert_ffn": 2048,
-        "shared_experts": 1,
-        "dense_layers": 3,
-        "q_lora": 1536,
-        "kv_lora": 512,
-        "rope_dim": 64,
-        "nope_dim": 128,
-        "value_dim": 128,
+        "positions": 4096, "experts": 256, "active": 8, "expert_ffn": 2048, "shared_experts": 1, "dense_layers": 3,
+        "q_lora": 1536, "kv_lora": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128,
     },
-)
+)  # fmt: skip
 _DEEPSEEK_V2 = replace(
     _DEEPSEEK_V3,
     mlp=swiglu("mlp_bias"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from terrazzo.messages import GIB, counted
 from terrazzo.planner.figures import MemoryFigures, Room
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.overheads import MOVING_UPPER, RESTING_UPPER
+from terrazzo.planner.memory.overheads import MOVING_UPPER, RESTING_RESERVE
 from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.choice_names import MatmulPrecision, precision_text
@@ -58,8 +58,8 @@ HOSTS = {"host": "memory", "disk": "disks"}
 
 
 AT_MOST = (
-    f"At most: the worst that was measured of allocators and libraries, as states x {1 + RESTING_UPPER:g} and all else "
-    f"x {1 + MOVING_UPPER:g} (`--explain upper`)."
+    f"At most: the worst that was measured of allocators and libraries, as states x {1 + RESTING_RESERVE:g} and all "
+    f"else x {1 + MOVING_UPPER:g} (`--explain upper`)."
 )
 """What a column of that heading holds, and what it rests on."""
 
