@@ -81,6 +81,24 @@ def precision(name: str, document: dict[str, Any], **context: Any) -> list[str]:
 
 
 KEPT = ("applied", "renamed", "defaulted")
+_NARROW = {("bf16", "fp32"), ("fp16", "fp32")}
+HELD: dict[str, set[tuple[Any, Any]]] = {
+    "loading.broadcast": {(False, True), (True, False)},  # the same weights are read everywhere, or sent
+    "loading.low_memory": {(False, True)},
+    "mesh.dp_replicate": {(2, 1)},  # two axes are one, of a row that has one
+    "mesh.dp_shard": {(4, 8), (4, None)},
+    "offload.step": {("auto", "synchronous")},
+    "precision.accumulate": {("bf16", "fp32")},  # until they are reduced
+    "precision.buffers": {("loaded", "fp32")},  # a model that is loaded in fp32
+    "precision.saved": _NARROW,  # nothing is saved
+    "precision.weight": {*_NARROW, ("fp32", "bf16"), ("fp32", "fp16")},  # a copy of the masters, cast sooner or later
+    "saving.state": {("full", "sharded"), ("local", "full"), ("local", "sharded"), ("sharded", "full")},
+    "saving.when": {("never", "end")},
+    "training.clip": {(None, 1e9)},
+    "units.policy": {("classes", "auto"), ("none", "auto")},
+}
+"""What a setting may be, by path and as it was, where a writer says that it holds all the same. A new pair is a claim
+that the document read back denies: add it if it is true."""
 
 
 def assert_agrees_or_says(name: str, document: dict[str, Any], **context: Any) -> None:
@@ -94,8 +112,12 @@ def assert_each_agrees_or_says(before: Description, writing: Writing, after: Des
     """What a writer calls kept is kept: the document, read back as `after`, says it too, or the writer says why not."""
     for verdict in writing.verdicts:
         path = verdict.key
-        if verdict.kind not in KEPT or verdict.holds:
+        if verdict.kind not in KEPT:
             assert verdict.why, (path, verdict)
+            continue
+        if verdict.holds:
+            unsaid = not after[path].is_set or agree_on(path, before, after)
+            assert unsaid or (before.value(path), after.value(path)) in HELD.get(path, ()), (path, verdict)
             continue
         assert agree_on(path, before, after), (path, before.value(path), after.value(path), verdict)
         counts = before[path].origin in ("file", "auto") and not asks_for_nothing(path, before.value(path))
