@@ -12,6 +12,7 @@ from typing import Any
 
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.formats.shared.schedule_words import warmup_steps
+from terrazzo.dialects.formats.shared.trainer_defaults import TRAINER_DEFAULTS
 
 __all__ = ["AUTO", "LITERAL", "Auto", "resolve"]
 
@@ -46,25 +47,10 @@ class Auto:
 _AutoRule = tuple[str, Callable[[ReadingContext], Any]]
 _ZERO = "zero_optimization"
 
-# What TrainingArguments have where they are not given.
-_TRAINER: dict[str, Any] = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 5e-5,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-    "bf16": False,
-    "fp16": False,
-    "warmup_steps": 0,
-}
-
 
 def _trainer(context: ReadingContext, name: str) -> Any:
     """A field of TrainingArguments, or their default; None if none of them is known."""
-    default = _TRAINER.get(name)
+    default = TRAINER_DEFAULTS.get(name)
     value = context.trainer.get(name, default) if context.trainer else None
     if value is None or isinstance(default, bool):
         return value if isinstance(value, bool) else None

@@ -8,5 +8,6 @@ tiers             what offload asks for, to a library with one tier for each sta
 fsdp_words        torch's names of dtypes and strategies, units, meshes and offload
 fsdp_policy       mixed precision as torch's two policies have it
 deepspeed_words   stages and offload, for DeepSpeed's own document and Accelerate's keys for it
+trainer_defaults  what TrainingArguments have where they are not given, for the Trainer and for "auto" in DeepSpeed's
 accelerate_stack  axes and dtypes of what Accelerate runs, for its own document and the Trainer's
 """

@@ -9,7 +9,7 @@ import torch
 
 from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.formats.torchtitan.keys import KEYS, OPAQUE
-from terrazzo.dialects.formats.torchtitan.torchtitan_reader import TorchtitanReader
+from terrazzo.dialects.formats.torchtitan.torchtitan_reader import is_earlier
 from terrazzo.documents.dotted_keys import flatten
 
 __all__ = ["findings"]
@@ -24,7 +24,7 @@ def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     yield from _together(reading.values, flat)
     yield from _schedule(reading.values)
     graphs = not reading.values.get("training.disable_cuda_graphs")
-    if pipelined and graphs and not TorchtitanReader(reading.document, context).earlier:
+    if pipelined and graphs and not is_earlier(flat, context):
         text = "CUDA graphs are on by default and do not support pipelines: say training.disable_cuda_graphs: true."
         yield Finding.error("parallelism.pipeline_parallel_degree", text)
     if not reading.description["training.loss_mean"].is_set:

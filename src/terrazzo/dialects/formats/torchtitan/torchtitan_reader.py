@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from terrazzo.dialects.core.dialect import ConfigDocument, ReadingContext
@@ -11,13 +12,22 @@ from terrazzo.dialects.formats.torchtitan.keys import KEYS, OPAQUE
 from terrazzo.dialects.formats.torchtitan.keys_earlier import EARLIER, today
 from terrazzo.documents.dotted_keys import put, without
 
-__all__ = ["ROWS", "TorchtitanReader"]
+__all__ = ["ROWS", "TorchtitanReader", "is_earlier"]
 
 _FIRST = (0, 3, 0)
 """The first version of today's keys."""
 _SUMS_TOKENS = (0, 2, 2)
 """The first version whose loss is a sum over tokens, divided by all of a step."""
 ROWS = {**KEYS, **EARLIER}
+
+
+def _version(context: ReadingContext) -> tuple[int, ...]:
+    return context.version("torchtitan", "0.3.0")
+
+
+def is_earlier(keys: Iterable[str], context: ReadingContext) -> bool:
+    """Whether a document with these keys is one of before 0.3: by the version that is told, or a key that is gone."""
+    return _version(context) < _FIRST or any(key in EARLIER or today(key) != key for key in keys)
 
 
 class TorchtitanReader(Reader):
@@ -33,10 +43,9 @@ class TorchtitanReader(Reader):
     def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
         super().__init__(document, "torchtitan", OPAQUE, ROWS, today, older=True)
         self.context = context
-        version = context.version("torchtitan", "0.3.0")
-        self.earlier = version < _FIRST or any(key in EARLIER or today(key) != key for key in self.flat)
+        self.earlier = is_earlier(self.flat, context)
         told = "torchtitan" in context.versions or not self.earlier
-        self.mean = ("tokens" if version >= _SUMS_TOKENS else "micro_batches") if told else None
+        self.mean = ("tokens" if _version(context) >= _SUMS_TOKENS else "micro_batches") if told else None
         self.said_together: dict[str, Any] = {}
 
     def keep_gone(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, TEXT, Key, Rows, choice, integer, number, section
 from terrazzo.dialects.formats.shared.accelerate_stack import AXES
 from terrazzo.dialects.formats.shared.fsdp_words import VERSION
+from terrazzo.dialects.formats.shared.trainer_defaults import TRAINER_DEFAULTS
 
 __all__ = [
     "ALIASES",
@@ -76,19 +77,21 @@ _PREFETCH = choice({"no_prefetch": 0, "backward_pre": 1, "backward_post": 0})
 
 _FIELDS: Rows = {
     "output_dir": Key(TEXT, None, "folder of checkpoints"),
-    "per_device_train_batch_size": Key(integer(1), 8, "sequences per forward pass on one rank"),
+    "per_device_train_batch_size": Key(
+        integer(1), TRAINER_DEFAULTS["per_device_train_batch_size"], "sequences per forward pass on one rank"
+    ),
     "num_train_epochs": Key(number(), 3.0, "length of the run in passes over the data"),
     "max_steps": Key(integer(1), -1, "length of the run in optimizer steps; -1: by num_train_epochs"),
-    "learning_rate": Key(number(), 5e-05, "peak learning rate"),
+    "learning_rate": Key(number(), TRAINER_DEFAULTS["learning_rate"], "peak learning rate"),
     "lr_scheduler_type": Key(choice(SCHEDULES, fold=False), "linear", "learning rate over the run"),
     "lr_scheduler_kwargs": Key(ANY, None, "further arguments of the schedule"),
-    "warmup_steps": Key(number(), 0, "steps of warm-up; below 1: a share of the run"),
+    "warmup_steps": Key(number(), TRAINER_DEFAULTS["warmup_steps"], "steps of warm-up; below 1: a share of the run"),
     "optim": Key(_OPTIM, "adamw_torch_fused", "optimizer"),
     "optim_args": (None, "further arguments of the optimizer"),
-    "weight_decay": Key(number(), 0.0, "weight decay; norms and biases are not decayed"),
-    "adam_beta1": Key(number(high=1), 0.9, "Adam: decay of the first moment"),
-    "adam_beta2": Key(number(high=1), 0.999, "Adam: decay of the second moment"),
-    "adam_epsilon": Key(number(), 1e-08, "Adam: term added to the denominator"),
+    "weight_decay": Key(number(), TRAINER_DEFAULTS["weight_decay"], "weight decay; norms and biases are not decayed"),
+    "adam_beta1": Key(number(high=1), TRAINER_DEFAULTS["adam_beta1"], "Adam: decay of the first moment"),
+    "adam_beta2": Key(number(high=1), TRAINER_DEFAULTS["adam_beta2"], "Adam: decay of the second moment"),
+    "adam_epsilon": Key(number(), TRAINER_DEFAULTS["adam_epsilon"], "Adam: term added to the denominator"),
     "optim_target_modules": Key(
         ANY,
         None,
@@ -96,14 +99,16 @@ _FIELDS: Rows = {
         "refused",
         "only some modules are projected: choose a plain optimizer",
     ),
-    "gradient_accumulation_steps": Key(integer(1), 1, "micro-batches per optimizer step"),
+    "gradient_accumulation_steps": Key(
+        integer(1), TRAINER_DEFAULTS["gradient_accumulation_steps"], "micro-batches per optimizer step"
+    ),
     "average_tokens_across_devices": Key(BOOLEAN, True, "the loss is a mean over the tokens of all ranks"),
-    "max_grad_norm": Key(number(), 1.0, "largest global gradient norm; 0: no clipping"),
+    "max_grad_norm": Key(number(), TRAINER_DEFAULTS["max_grad_norm"], "largest global gradient norm; 0: no clipping"),
     "label_smoothing_factor": Key(
         ANY, 0.0, "label smoothing", "refused", "the loss is another one: smooth the labels in your own loss"
     ),
-    "bf16": Key(BOOLEAN, False, "bf16 mixed precision"),
-    "fp16": Key(BOOLEAN, False, "fp16 mixed precision with loss scaling"),
+    "bf16": Key(BOOLEAN, TRAINER_DEFAULTS["bf16"], "bf16 mixed precision"),
+    "fp16": Key(BOOLEAN, TRAINER_DEFAULTS["fp16"], "fp16 mixed precision with loss scaling"),
     "tf32": (None, "TF32 products"),
     "activation_checkpointing": Key(BOOLEAN, None, "recompute blocks in backward"),
     "activation_checkpointing_kwargs": (None, "how they are recomputed"),
