@@ -554,7 +554,7 @@ def test_norms_of_other_orders_on_ranks_are_refused_on_each() -> None:
     def body(rank: int) -> None:
         model, _ = sharded(Net(), "zero2")
         loss_of(model, batch(0, rank)).backward()
-        with pytest.raises(tz.RanksApart, match=rf"the turn of the gradients' norms of order {rank + 1}"):
+        with pytest.raises(tz.RanksApart, match=rf"rank {rank} at the gradients' norms of order {rank + 1}"):
             model.head.weight.grad.norm(rank + 1)
         model.head.weight.grad.norm()
 

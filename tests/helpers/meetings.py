@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
-from terrazzo.engine.comm import collectives
+from terrazzo.engine.comm import control_exchanges
 
 __all__ = ["OF_GROUPS", "Name", "all_gather", "all_reduce", "all_to_all"]
 
 _RENAMED = hasattr(ProcessLocalGroup, "all_to_all_single")  # by torch 2.13
 _GATHER, _EXCHANGE = ("all_gather_single", "all_to_all_single") if _RENAMED else ("_allgather_base", "alltoall_base")
 _uneven = getattr(ProcessLocalGroup, _EXCHANGE)
-_torchs_all_reduce, _torchs_all_gather = dist.all_reduce, collectives.all_gather_single
+_torchs_all_reduce, _torchs_all_gather = dist.all_reduce, control_exchanges.all_gather_single
 
 
 def all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:

@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
-from terrazzo.engine.comm import collectives
+from terrazzo.engine.comm import control_exchanges
 from terrazzo.engine.comm.backends import BY_BACKEND
 from tests.helpers import meetings, turns
 from tests.helpers.threaded import ThreadedCollectives
@@ -117,7 +117,7 @@ def _threaded_backend() -> Iterator[None]:
         with (
             mock.patch.multiple(ProcessLocalGroup, **meetings.OF_GROUPS),
             mock.patch.object(dist, "all_reduce", meetings.all_reduce),
-            mock.patch.object(collectives, "all_gather_single", meetings.all_gather),
+            mock.patch.object(control_exchanges, "all_gather_single", meetings.all_gather),
             mock.patch.object(Collective, "join", _join_collective),
             mock.patch.object(distributed_c10d, "_store_based_barrier", _meet_in_store),
             mock.patch.object(sys, "excepthook", sys.excepthook),  # which every rank wraps once more

@@ -202,7 +202,7 @@ def test_ranks_that_call_experts_otherwise_hear_it(way: str) -> None:
         tokens, chosen, weights = routed("even", rank, 2)
         model(tokens.requires_grad_(), chosen, weights).backward()
 
-    with pytest.raises(tz.RanksApart, match="share experts have not run the same"):
+    with pytest.raises(tz.RanksApart, match=r"have not run the same.*shares experts"):
         run_in_threads(2, body, timeout_s=20)
 
 

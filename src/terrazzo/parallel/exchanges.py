@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.transfer import Moves, Transfer
-from terrazzo.engine.instrumentation.label import NOT_THE_SAME, RUN_THE_SAME_MODULES, Label, Purpose
+from terrazzo.engine.instrumentation.label import NOT_THE_SAME, Label, Purpose
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.engine.runtime.device import HOST, current, kind_of_group
 from terrazzo.errors import RanksApart
@@ -106,10 +106,10 @@ class AxisRanks:
         largest, smallest = along.maximum(torch.tensor([along.checksum, ~along.checksum], device=HOST)).tolist()
         if largest == ~smallest:
             return
-        own, label = [*along.trail], self._label or Label()
+        own, label = [*along.trail], replace(self._label or Label(), purpose=Purpose.ACTIVATIONS)
         for rank, theirs in enumerate(along.gather_rows(torch.tensor(own, device=HOST)).tolist()):
             label.check_trail(own, theirs, f"rank {rank} of its axis")
-        raise RanksApart(f"{NOT_THE_SAME} modules some time before {before}. {RUN_THE_SAME_MODULES}")
+        raise RanksApart(f"{NOT_THE_SAME} modules some time before {before}. {label.edit}")
 
     def _exchanged(self, moves: Moves[T]) -> Transfer[T]:
         """Start an exchange, with the label of this view and the next number."""

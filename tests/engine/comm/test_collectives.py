@@ -214,7 +214,7 @@ def test_no_message_has_the_tag_of_another_kind(kind: str) -> None:
     links: Any = SimpleNamespace(_begun=511, _stages=8)
     last, first = Action(7, ActionKind.BACKWARD, 999), Action(0, ActionKind.FORWARD, 0)
     stamps = [GlooCollectives._stamp(group, kind) for _ in range(1000)]
-    exchanges = {tag for stamp in stamps for tag in (stamp.first, stamp.then)}
+    exchanges = {tag for stamp in stamps for tag in (stamp.first, stamp.then(8))}
     others = [Messages._tag(links, each, header) for each in (first, last) for header in (False, True)]
     others += [*_TAGS.values(), tags.WRITTEN_WEIGHTS, tags.NEVER_SENT]
     assert len({*others}) == 8

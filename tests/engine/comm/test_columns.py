@@ -15,19 +15,24 @@ from torch import Tensor
 
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.host import columns, neighbours
+from terrazzo.engine.comm.host.announced_data import Stamp
 from terrazzo.engine.comm.host.columns import ROUNDS, Columns, columns_of
 from terrazzo.engine.comm.host.gloo import GlooCollectives
 from terrazzo.engine.comm.host.neighbours import Memory, find_neighbours
 from terrazzo.engine.comm.transfer import Transfer
-from terrazzo.engine.instrumentation.label import Label, Stamp
+from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
+from terrazzo.errors import RanksApart
 from tests.engine.comm.test_collectives import check_everything
 from tests.helpers.processes import Pool
 from tests.helpers.threads import in_threads
 
 CHUNK = 37
-DATA = 6
-"""The first tag of data; those of labels are below."""
+
+
+def is_of_data(tag: int) -> bool:
+    """Beside announcements."""
+    return tag % 4 >= 2
 
 
 class Counting:
@@ -37,14 +42,14 @@ class Counting:
         self.group, self.sent, self.under_way, self.most = group, 0, 0, 0
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> Any:
-        self.sent += tag >= DATA  # beside the labels
+        self.sent += is_of_data(tag)
         return self._noted(self.group.send(tensors, rank, tag), tag)
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> Any:
         return self._noted(self.group.recv(tensors, rank, tag), tag)
 
     def _noted(self, work: Any, tag: int) -> Any:
-        if tag < DATA:
+        if not is_of_data(tag):
             return work
         self.under_way += 1
         self.most = max(self.most, self.under_way)
@@ -101,7 +106,7 @@ def both_ways(machines: Sequence[int]) -> list[tuple[Columns, int, int]]:
         counting: Any = Counting(group)
         full = torch.zeros(count, CHUNK)
         full[rank] = parts[rank][:CHUNK]
-        table.gather(counting, Stamp(Label(), 2, 6), near, full.view(-1))
+        table.gather(counting, Stamp.of(Label(), 1, 0, 1), near, full.view(-1))
         assert torch.equal(full, torch.stack([part[:CHUNK] for part in parts]))
         sums: list[Tensor] = []
 
@@ -112,7 +117,7 @@ def both_ways(machines: Sequence[int]) -> list[tuple[Columns, int, int]]:
                 begun = begun + value
             sums.append(begun)
 
-        table.reduce(counting, Stamp(Label(), 3, 7), near, parts[rank].clone(), add)
+        table.reduce(counting, Stamp.of(Label(), 1, 1, 1), near, parts[rank].clone(), add)
         assert torch.equal(sums[0], total.view(count, CHUNK)[rank])
         return table, counting.sent, counting.most
 
@@ -167,3 +172,23 @@ def test_collectives_by_columns() -> None:
     with Pool(4) as pool:
         assert pool.run(through_columns, 2, timeout_s=240) == [(2 + 1 + 2, 0)] * 4
         assert pool.run(through_columns, 1, timeout_s=240) == [(3, 0)] * 4
+
+
+def of_another_size() -> str:
+    """What a rank hears where the last one's data are longer; run by each process, of machines of their own."""
+    with patch.object(neighbours, "_machine", lambda: 0), patch.object(columns, "MANY_FAR", 1):
+        along: Any = collectives_for(dist.group.WORLD, torch.device("cpu"), Traffic(), Ledger())
+    assert along._columns is not None
+    chunk = CHUNK + (dist.get_rank() == 2)
+    with pytest.raises(RanksApart) as apart:
+        Transfer(along.all_gather(torch.zeros(3 * chunk)), Label(Purpose.GRADIENT, 1, 5)).finish()
+    return str(apart.value)
+
+
+@pytest.mark.processes
+def test_columns_refuse_data_of_another_size_and_all_hear_it_at_once() -> None:
+    """Also a rank whose data have come, and which waits until its own have gone; a message too long ends gloo."""
+    with Pool(3) as pool:
+        for said in pool.run(of_another_size, timeout_s=30):
+            assert "it is the turn of the gradient of unit 1 in backward 5" in said, said
+            assert f"offers {4 * CHUNK} bytes of it" in said or f"offers {4 * CHUNK + 4} bytes of it" in said, said

@@ -144,6 +144,7 @@ def test_ranks_that_run_different_things_fail_and_do_not_read_on(two_processes: 
     endings = two_processes.run(meet, (8, 16))
     assert any("have not run the same" in ending for ending in endings)
     assert not any("done" in ending for ending in endings)
+    two_processes.close()  # their connections have broken
 
 
 def die_or_wait(path: str) -> str:
@@ -217,3 +218,27 @@ def test_ranks_that_skip_a_unit_issue_the_same_collectives() -> None:
         for plan in ("hybrid_shard", "zero3"):
             first, *others = pool.run(train_on_routes, plan, timeout_s=60)
             assert all(found == first for found in others)
+
+
+def of_other_sizes() -> list[str]:
+    """What a rank hears whose chunk is longer than the other's, by memory and by sockets; run by each process."""
+    said = []
+    for near in ("1", "0"):
+        with patch.dict(os.environ, {"TERRAZZO_PEER_MEMORY": near}):
+            along = collectives_for(dist.new_group(), torch.device("cpu"), Traffic(), Ledger())
+        with pytest.raises(RanksApart) as apart:
+            Transfer(along.all_gather(torch.zeros(2 * (8 + dist.get_rank()))), Label(Purpose.OUTER, number=3)).finish()
+        said.append(str(apart.value))
+        dist.barrier()
+    return said
+
+
+@pytest.mark.processes
+def test_chunks_of_other_sizes_are_refused_before_they_are_read() -> None:
+    """Gloo ends a process when a message is longer than the place for it."""
+    with Pool(2) as pool:
+        for rank, of_rank in enumerate(pool.run(of_other_sizes)):
+            for said in of_rank:
+                theirs, own = 4 * (9 - rank), 4 * (8 + rank)
+                assert f"offers {theirs} bytes of it where this rank expects {own}. Every rank must run" in said, said
+                assert "it is the turn of outer step 3" in said

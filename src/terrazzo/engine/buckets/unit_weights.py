@@ -11,7 +11,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.comm.transfer import Moves, Transfer, at_once, outlives_chain
-from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.instrumentation.label import Label, Names, Purpose
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.runtime.worker import Job
 
@@ -47,7 +47,7 @@ class UnitWeights:
     def __init__(self, names: tuple[str, ...], index: int, buckets: Sequence[Bucket]) -> None:
         self._buckets, self._trainable = buckets, [bucket for bucket in buckets if bucket.spec.trainable]
         self._streams = buckets[0].axes.comm_streams
-        self.updated = Label(Purpose.UPDATED, index, names=names)
+        self.updated = Label(Purpose.UPDATED, index, names=Names(units=names))
         self._gathering: list[Transfer[object]] = []
         self._publishing: Transfer[None] | None = None
         self._update = _UnderWay()

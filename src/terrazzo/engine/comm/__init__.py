@@ -18,7 +18,8 @@ Each exchange has a `Label` of `instrumentation`: two that do not belong togethe
     transfer          collectives in flight and chains of them; what is counted about them
     sums              sums whose order is promised
     failed_exchanges  what is raised where one has failed: who has ended, or where each rank has waited
-    collectives       calls torch.distributed, and so NCCL; counts every byte
+    control_exchanges a few numbers of each rank, compared before they are used: agreements, norms, broadcasts
+    collectives       tensors and messages: calls torch.distributed, and so NCCL; counts every byte
     host              the ways that chunks take between CPU ranks
     backends          which group gets which collectives
 

@@ -6,30 +6,25 @@ reproducible bit by bit (see docs/numerics.md).
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import ctypes
 import functools
-import os
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.comm.failed_exchanges import Exchange
+from terrazzo.engine.comm.control_exchanges import ControlExchanges, all_gather_single, carried
 from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.transfer import Handle, Moves, converted, next_stream, outlives_chain
 from terrazzo.engine.instrumentation.label import moving
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
-from terrazzo.processes.ending import leaves_to_parent, require_own
 
-__all__ = ["Collectives", "MessageRoute", "NativeCollectives", "all_gather_single"]
+__all__ = ["Collectives", "MessageRoute", "NativeCollectives"]
 
 _TRAIL = 16
 """How many of the last exchanges a rank remembers."""
@@ -56,18 +51,20 @@ class _Line(NamedTuple):
     queued: bool
 
 
-class Collectives(ABC):
+class Collectives(ControlExchanges, ABC):
     """Collectives along one mesh axis. Tensors are 1-D, contiguous, and divide evenly over the axis's ranks.
 
-    Args:
-        axis: by which waits are counted; empty where there are no others.
-        host_group: of the same ranks, for what is in the host's memory; `group`, where that can, and by default.
+    Beside them, messages from one rank to another, and the exchanges of a few numbers of `ControlExchanges`.
 
     Attributes:
         says_labels: whether messages carry the label of what they move; else ranks compare checksums of these.
+        trail: codes of the labels of the last exchanges, where messages carry none; -1 where there has been none.
+        checksum: of the codes of all of them.
+        all_reduce_steps: collectives in a row that an all-reduce is made of.
     """
 
     says_labels = True
+    all_reduce_steps = 2
 
     def __init__(
         self,
@@ -77,39 +74,15 @@ class Collectives(ABC):
         axis: str = "",
         host_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group, self._host_group = group, group if host_group is None else host_group
-        self.traffic, self.ledger, self.axis = traffic, ledger, axis
-        self.size, self.rank = group.size(), group.rank()
+        super().__init__(group, traffic, ledger, axis, host_group)
         self.trail, self.checksum = _new_trail(), 0
         self._routes: dict[tuple[str, bool], dist.ProcessGroup] = {}  # of messages, where their group has no tags
-        self._process = os.getpid()
-        leaves_to_parent(self)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group.
-
-        Raises:
-            Misuse: in a forked child, which has no part in it.
-        """
-        require_own(self._process)
-        return self._group
 
     def counted_by(self, traffic: Traffic) -> Self:
         """The same connections, with what goes through them from here counted by `traffic`."""
         other = copy.copy(self)
         other.traffic, other.trail, other.checksum = traffic, _new_trail(), 0
         return other
-
-    def leave_to_parent(self) -> None:
-        """Keep the group, in a forked child: gloo's destructor would wait for threads that are not here."""
-        for group in (self._group, self._host_group, dist.group.WORLD):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-    def _group_for(self, values: Tensor) -> dist.ProcessGroup:
-        """The process group that carries `values`."""
-        group = self.group
-        return group if values.is_cuda else self._host_group
 
     def all_gather(self, full: Tensor, kind: str = "all_gather") -> Moves[Tensor]:
         """Fill `full` from every rank's own chunk of it, in place.
@@ -151,62 +124,7 @@ class Collectives(ABC):
         yield from self._all_to_all(sent, sent_numels, received, received_numels, kind)
         return received
 
-    def maximum(self, values: Tensor, timeout_s: float | None = None) -> Tensor:
-        """The elementwise maximum over the ranks, for small control data; blocks.
-
-        Args:
-            timeout_s: how long to wait for the others, in place of the group's own time.
-
-        Raises:
-            RuntimeError: where they have not come in that time; the group is of no use then.
-        """
-        self.traffic.record("control", values.nbytes, axis=self.axis)
-        group = self._group_for(values)
-        if timeout_s is not None:
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True).wait(timedelta(seconds=timeout_s))
-            return values
-        with self._waiting_for_all("control"):
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
-        return values
-
-    def gather_rows(self, values: Tensor) -> Tensor:
-        """Every rank's `values`, stacked in rank order along a new first dim, for small control data; blocks."""
-        rows = values.new_empty((self.size, values.numel()))
-        self.traffic.record("control", values.nbytes, axis=self.axis)
-        with self._waiting_for_all("control"):
-            all_gather_single(rows.view(-1), values.reshape(-1), group=self._group_for(values))
-        return rows.view(self.size, *values.shape)
-
-    def broadcast(self, values: Tensor, source: int = 0) -> None:
-        """Overwrite `values` with those of one rank of the axis, by default of the first; blocks."""
-        self.traffic.record("broadcast", values.nbytes if self.rank == source else 0, axis=self.axis)
-        with self._waiting_for_all("broadcast"):
-            dist.broadcast(_carried(values), group=self._group_for(values), group_src=source)
-
-    @contextlib.contextmanager
-    def _waiting_for_all(self, kind: str) -> Iterator[None]:
-        """Count what is inside, which blocks until all ranks are there, as a wait for the last one."""
-        with self.traffic.times_of(self.axis, kind).waiting(late=True):
-            try:
-                with self._begun().part(last=True):
-                    yield
-            except RuntimeError as error:
-                for why in self._standing_still():
-                    error.add_note(why)
-                raise
-
-    def _begun(self) -> Exchange:
-        """The exchange that this rank begins now."""
-        return Exchange(self.group, moving.get(), self.break_off)
-
-    def _standing_still(self) -> Iterable[str]:
-        """Notes on ranks that stand still, as far as this one can see."""
-        return ()
-
-    def break_off(self) -> None:  # noqa: B027
-        """This rank exchanges nothing on this axis any more: others are to hear that at once, where a backend can."""
-
-    def open_routes(self, routes: Sequence[MessageRoute], device: torch.device) -> None:  # noqa: B027
+    def open_routes(self, routes: Sequence[MessageRoute], device: torch.device) -> None:
         """Make ready for messages of a device's memory on these routes, and on no others. Collective."""
 
     def send(self, values: Tensor, route: MessageRoute, tag: int) -> Handle:
@@ -218,13 +136,13 @@ class Collectives(ABC):
         """
         self.traffic.record(route.counts_as, values.nbytes, axis=self.axis)
         line = self._line_for(values, route, tag)
-        work = dist.isend(_carried(values), group=line.group, group_dst=route.to, tag=line.tag)
+        work = dist.isend(carried(values), group=line.group, group_dst=route.to, tag=line.tag)
         return Handle([work], (values,), self.traffic.times_of(self.axis, route.counts_as), line.queued)
 
     def receive(self, into: Tensor, route: MessageRoute, tag: int) -> Handle:
         """Start receiving contiguous `into` on a route to this rank."""
         line = self._line_for(into, route, tag)
-        work = dist.irecv(_carried(into), group=line.group, group_src=route.source, tag=line.tag)
+        work = dist.irecv(carried(into), group=line.group, group_src=route.source, tag=line.tag)
         return Handle([work], (into,), self.traffic.times_of(self.axis, route.counts_as), line.queued)
 
     def _line_for(self, values: Tensor, route: MessageRoute, tag: int) -> _Line:
@@ -244,9 +162,6 @@ class Collectives(ABC):
         self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int], kind: str
     ) -> Moves[None]:
         """Do what `all_to_all` says; waits are counted as those of `kind`."""
-
-    all_reduce_steps = 2
-    """Collectives in a row that an all-reduce is made of."""
 
     @abstractmethod
     def receive_bytes(self, full_bytes: int) -> int:
@@ -292,13 +207,9 @@ class NativeCollectives(Collectives):
             return super()._line_for(values, route, tag)
         return _Line(self._routes[route.kind, route.to > route.source], 0, queued=True)
 
-    def gather_rows(self, values: Tensor) -> Tensor:
-        self._leave_trail()
-        return super().gather_rows(values)
-
     def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
         self._leave_trail()
-        whole = _carried(full)
+        whole = carried(full)
         own = whole.view(self.size, -1)[self.rank]
         yield self._queued(kind, all_gather_single(whole, own, group=self.group, async_op=True), full)
         return full
@@ -322,7 +233,6 @@ class NativeCollectives(Collectives):
         return Handle([work], tensors, self.traffic.times_of(self.axis, kind), queued=True)
 
     def _leave_trail(self) -> None:
-        """Note what is moved now, on a transport whose messages cannot say it: see `pass_end`."""
         code = moving.get().code
         self.trail.append(code)
         self.checksum = zlib.crc32(code.to_bytes(8, "little"), self.checksum)
@@ -337,23 +247,10 @@ class NativeCollectives(Collectives):
         return divide(converted(full, dtype), denominator)
 
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_NUMBERS = (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
-"""Dtypes that NCCL and gloo both have. torch gives them complex numbers as pairs of these."""
-
-
 def _new_trail() -> deque[int]:
     """Codes of the last exchanges; -1 where there has been none."""
     return deque([-1] * _TRAIL, _TRAIL)
 
 
-def _carried(values: Tensor) -> Tensor:
-    """`values`, or a view of its bytes where NCCL or gloo has no such numbers."""
-    if values.dtype in _NUMBERS or values.is_complex():
-        return values
-    return values.view(-1).view(torch.uint8)  # contiguous, as all that is exchanged
-
-
-# torch 2.13 renamed these two; the old names warn there and are the only ones before.
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed it; the old name warns there and is the only one before.
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

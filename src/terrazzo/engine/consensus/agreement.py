@@ -17,7 +17,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.consensus.number_rows import number_rows
-from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, meet
+from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, meet, packed_numel
 from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.moves import GradientFate
@@ -83,12 +83,12 @@ class Agreement:
         elif backward.fate is GradientFate.REDUCED and self._schedule.meet is None:
             self._exchange_flags(backward)  # ranks that have not run the same hear it here
 
-    def _exchange_flags(self, backward: BackwardPass) -> tuple[int, list[int], list[int]]:
+    def _exchange_flags(self, backward: BackwardPass) -> tuple[bool, list[bool], list[bool]]:
         """Reduce flags over ranks: has any left the order, had a unit late, seen a gradient of a parameter?"""
-        own_late = [int(unit.index in backward.late) for unit in self._units]
-        own_seen = [int(flag) for bucket in _trainable(self._units) for flag in bucket.gradient.seen]
-        own = [int(any(program.strayed for program in self._schedule.programs)), *own_late, *own_seen]
-        strayed, *flags = meet(self._axes, self._progress, backward.end_label, own)
+        own_late = [unit.index in backward.late for unit in self._units]
+        own_seen = [bool(flag) for bucket in _trainable(self._units) for flag in bucket.gradient.seen]
+        own = [any(program.strayed for program in self._schedule.programs), *own_late, *own_seen]
+        _, (strayed, *flags) = meet(self._axes, self._progress, backward.end_label, flags=own)
         for ranks in self._activations:
             ranks.compare(backward.end_label)
         return strayed, flags[: len(own_late)], flags[len(own_late) :]
@@ -96,7 +96,8 @@ class Agreement:
 
 def flags_numel(units: Sequence[UnitLayout]) -> int:
     """int64 elements that `Agreement.agree_on_gradients` exchanges over every axis."""
-    return MEETING_NUMEL + 1 + len(units) + sum(len(bucket.members) for unit in units for bucket in unit.trainable())
+    members = sum(len(bucket.members) for unit in units for bucket in unit.trainable())
+    return MEETING_NUMEL + packed_numel(1 + len(units) + members)
 
 
 def _encoded(visits: Sequence[Visit], recomputed: Collection[tuple[int, int]]) -> list[int]:

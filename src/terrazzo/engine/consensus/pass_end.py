@@ -2,41 +2,61 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from terrazzo.engine.instrumentation.label import NOT_THE_SAME, RUN_THE_SAME, Label, labelled, places_text
+from terrazzo.engine.instrumentation.label import NOT_THE_SAME, Label, labelled
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
 
-__all__ = ["MEETING_NUMEL", "meet"]
+__all__ = ["MEETING_NUMEL", "meet", "packed_numel"]
 
-MEETING_NUMEL = 4
-"""int64 elements that each meeting exchanges over every axis, besides its numbers."""
+MEETING_NUMEL = 3
+"""int64 elements that each meeting exchanges over every axis, besides its flags."""
+_FLAGS = 63
+"""In an int64, whose sign stays."""
 
 
-def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -> list[int]:
-    """Return the elementwise maximum of the `numbers` of all ranks, which meet at `label`; blocks.
+def packed_numel(flags: int) -> int:
+    """int64 elements that so many flags take."""
+    return -(-flags // _FLAGS)
+
+
+def meet(
+    axes: Axes, progress: Progress, label: Label, number: int = 0, flags: Sequence[bool] = ()
+) -> tuple[int, list[bool]]:
+    """Return the greatest `number` of all ranks, and whether each of the `flags` is set on any; blocks.
 
     Raises:
         RanksApart: if another rank has come with another label, or has issued other exchanges than this one on a
             transport whose messages carry no labels.
     """
     checksum = _checksum(axes, progress)
-    values = torch.tensor([label.code, ~label.code, checksum, ~checksum, *numbers], device=HOST)
+    values = torch.tensor([checksum, ~checksum, number, *_packed(flags)], device=HOST)
     with labelled(label):
-        highest, lowest, largest, smallest, *top = axes.maximum(values, axes.within_stage).tolist()
-    if highest != ~lowest:
-        _name_places(axes, label)
-    if largest != ~smallest:
-        _name_difference(axes, progress, label)
-    return [int(number) for number in top]
+        largest, smallest, greatest, *packed = axes.total(values, axes.within_stage, _combined).tolist()
+        if largest != ~smallest:
+            _name_difference(axes, progress, label)
+    return greatest, [bool(packed[place // _FLAGS] >> place % _FLAGS & 1) for place in range(len(flags))]
+
+
+def _packed(flags: Sequence[bool]) -> Iterator[int]:
+    for start in range(0, len(flags), _FLAGS):
+        yield sum(flag << place for place, flag in enumerate(flags[start : start + _FLAGS]))
+
+
+def _combined(rows: Tensor, dim: int) -> Tensor:
+    """What ranks bring to a meeting together, of the `rows` of each."""
+    numbers, packed = rows[:, :MEETING_NUMEL], rows[:, MEETING_NUMEL:]
+    return torch.cat([numbers.amax(dim), functools.reduce(torch.bitwise_or, packed.unbind(dim))])
 
 
 _Numbers = Iterable[tuple[str, float]]
@@ -103,17 +123,6 @@ def _checksum(axes: Axes, progress: Progress) -> int:
     return checksum
 
 
-def _name_places(axes: Axes, label: Label) -> NoReturn:
-    """Raise an error that names where each rank is, which are not all at `label`. Collective.
-
-    Raises:
-        RanksApart: there.
-    """
-    rows = axes.rows(torch.tensor([dist.get_rank(), label.code], device=HOST), axes.within_stage).tolist()
-    where = places_text({rank: str(label.of_code(code)) for rank, code in rows})
-    raise RanksApart(f"{NOT_THE_SAME}: {where}. {RUN_THE_SAME}")
-
-
 def _name_difference(axes: Axes, progress: Progress, label: Label) -> NoReturn:
     """Raise an error that names what differs between ranks, whose checksums do. Collective.
 
@@ -132,4 +141,4 @@ def _name_difference(axes: Axes, progress: Progress, label: Label) -> NoReturn:
         numbers = torch.tensor([dist.get_rank(), *trail], device=HOST)
         for rank, *theirs in axes.rows(numbers, axes.within_stage).tolist():
             label.check_trail(trail, theirs, f"rank {rank}")
-    raise RanksApart(f"{NOT_THE_SAME} some time before {label}. {RUN_THE_SAME}")
+    raise RanksApart(f"{NOT_THE_SAME} some time before {label}. {label.edit}")

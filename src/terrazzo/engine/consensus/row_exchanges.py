@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import nn
 
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.instrumentation.label import Label, Names, Purpose
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.marks import SHARES_EXPERTS
 
@@ -49,7 +49,7 @@ class RowExchanges:
     def before_weights(self, unit: Unit, purpose: Purpose) -> None:
         """Weights of `unit` may have to be waited for. Collective where modules exchange rows."""
         if self._among and self._schedule.meet is not None:
-            self.before_end(Label(purpose, unit.index, names=unit.names))
+            self.before_end(Label(purpose, unit.index, names=Names(units=unit.names)))
 
     def before_end(self, label: Label) -> None:
         """A forward or backward ends, at that label. Collective where modules exchange rows."""

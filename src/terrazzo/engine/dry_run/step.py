@@ -169,7 +169,7 @@ def _backward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
 
 def _meeting(units: Sequence[UnitLayout], traffic: Traffic) -> Meet | None:
     def meet(label: Label, number: int) -> int:
-        _record_control(units, traffic, MEETING_NUMEL + 1)
+        _record_control(units, traffic, MEETING_NUMEL)
         return 0
 
     return meet if weights_are_split(units) else None

@@ -7,7 +7,8 @@ those have no room for it (NCCL) in a checksum that ranks compare when they meet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -18,14 +19,16 @@ from terrazzo.errors import RanksApart
 from terrazzo.messages import of_ranks
 
 __all__ = [
-    "CALLS",
     "NOT_THE_SAME",
+    "RUN_ALL_EXPERTS",
     "RUN_THE_SAME",
-    "RUN_THE_SAME_MODULES",
     "Label",
+    "Names",
     "Purpose",
-    "Stamp",
+    "calling",
     "labelled",
+    "measuring",
+    "moves_a_unit",
     "moving",
     "places_text",
     "title_of",
@@ -37,11 +40,40 @@ RUN_THE_SAME = (
     "Every rank must run the same number of forwards, backwards and steps, with the same ones inside "
     "'with tz.accumulate(model)'; what their data lets them skip inside of the model may differ."
 )
-"""The edit that they ask for."""
+"""The edit that they ask for, of passes and steps; those below are of other exchanges."""
+_RUN_THE_SAME_MODULES = (
+    "Ranks that share matrices or sequences must run the same modules, as often and in the same order, forward and "
+    "backward: let no rank skip one by its own data, and decide what is skipped from what all of them have."
+)
+RUN_ALL_EXPERTS = (
+    "Each rank that shares experts must call every module of them, and the blocks around it, as often as the others "
+    "and in the same order: where it has no tokens for one, it calls that with no rows, a tensor of shape "
+    "[0, channels]; and the loss must depend on what it returns."
+)
+_CALL_EVERYWHERE = (
+    "What ranks agree on, measure, clip, save or load together is asked for on every rank, in the same order: let no "
+    "rank leave it out, or do it alone as in 'if rank == 0:'."
+)
+_MEASURE_THE_SAME = (
+    "The number is of all their parts: ask for the same ones in the same order on every rank, such as that of "
+    "model.named_parameters(), which a set does not keep."
+)
+_CALLS = (
+    "model.state_dict()",
+    "model.load_state_dict(state)",
+    "optimizer.state_dict()",
+    "optimizer.load_state_dict(state)",
+    "tz.shard(model, optimizer)",
+    "tz.EMA(model)",
+    "the end of 'with tz.gathered(model, write=True)'",
+    "the end of 'with tz.gathered(model, write=\"first rank\")'",
+)
+"""Calls to be made on every rank. The first four have names under which plain PyTorch lets one rank alone call."""
+_PURPOSE_BITS, _UNIT_BITS = 5, 24
 
 
 class Purpose(IntEnum):
-    """Why something is exchanged."""
+    """Why something is exchanged; `_ROWS` has the rest about each."""
 
     AGREEMENT = 0
     FORWARD = 1
@@ -65,47 +97,101 @@ class Purpose(IntEnum):
     NORM = 19
     MEASURE = 20
     CHECKPOINT = 21
+    APART = 22
 
 
-_WORDS = {
-    Purpose.AGREEMENT: "an agreement, as on what all ranks are given",
-    Purpose.FORWARD: "the weights of {unit} for training forward {number}",
-    Purpose.EVALUATION: "the weights of {unit} for forward {number}, without gradients",
-    Purpose.BACKWARD: "the weights of {unit} for backward {number}",
-    Purpose.STRAY: "the weights of {unit}, which came in another order than before",
-    Purpose.OUTSIDE: "the weights of {unit} outside of the model's forward and backward",
-    Purpose.GRADIENT: "the gradient of {unit} in backward {number}, the last of its step",
-    Purpose.PARTIAL: "the gradient of {unit} in backward {number}, inside of 'with tz.accumulate(model)'",
-    Purpose.UPDATED: "the updated weights of {unit}",
-    Purpose.END_OF_FORWARD: "the end of forward {number}",
-    Purpose.END_OF_BACKWARD: "the end of backward {number}",
-    Purpose.EXPERTS: "rows for the experts of {name!r}",
-    Purpose.EXPERTS_BACK: "gradients of what the experts of {name!r} gave",
-    Purpose.CALL: "{call}",
-    Purpose.MATRICES: "matrices that an optimizer updates whole",
-    Purpose.OUTER: "outer step {number}",
-    Purpose.ACTIVATIONS: "activations of {module}, exchange {number} along their axis",
-    Purpose.ACTIVATIONS_BACK: "gradients of activations of {module}, exchange {number} along their axis",
-    Purpose.LOSS: "a loss of parts of the vocabulary, exchange {number}",
-    Purpose.NORM: "the norm of all gradients",
-    Purpose.MEASURE: "{name}",
-    Purpose.CHECKPOINT: "a checkpoint",
+@dataclass(frozen=True)
+class Names:
+    """The names of what labels number, as far as this rank knows; each kind of thing has its own.
+
+    Attributes:
+        units: of the model.
+        modules: that exchange activations.
+        experts: modules of experts.
+        measure: the expression that this rank measures.
+    """
+
+    units: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    measure: str = ""
+
+
+def title_of(name: str) -> str:
+    """The words for the unit of that name in messages."""
+    return f"unit {name!r}" if name else "the root unit"
+
+
+class _Things(NamedTuple):
+    """What the `unit` of a label is the number of: the names that are known, how one is said, and a number alone."""
+
+    known: Callable[[Names], Mapping[int, str]]
+    said: Callable[[str], str]
+    unknown: str
+
+
+def _number_of(expression: str) -> int:
+    return zlib.crc32(expression.encode()) >> (32 - _UNIT_BITS)
+
+
+_UNITS = _Things(lambda names: dict(enumerate(names.units)), title_of, "unit {}")
+_MODULES = _Things(lambda names: dict(enumerate(names.modules)), repr, "layer {}")
+_EXPERTS = _Things(lambda names: dict(enumerate(names.experts)), repr, "module {}")
+_OF_CALLS = _Things(lambda names: dict(enumerate(_CALLS)), str, "call {}")
+_MEASURES = _Things(lambda names: {_number_of(names.measure): names.measure}, str, "another measure")
+
+
+class _Row(NamedTuple):
+    """What there is to say of a purpose.
+
+    Attributes:
+        words: for an exchange, with `{what}` it moves and the `{number}` of its pass.
+        edit: what errors ask for where others are elsewhere.
+        of: what the label's `unit` is the number of; None: of nothing.
+    """
+
+    words: str
+    edit: str
+    of: _Things | None = None
+
+
+_OF_UNIT = "the weights of {what}"
+_ROWS = {
+    Purpose.AGREEMENT: _Row("an agreement, as on what all ranks are given", _CALL_EVERYWHERE),
+    Purpose.FORWARD: _Row(f"{_OF_UNIT} for training forward {{number}}", RUN_THE_SAME, _UNITS),
+    Purpose.EVALUATION: _Row(f"{_OF_UNIT} for forward {{number}}, without gradients", RUN_THE_SAME, _UNITS),
+    Purpose.BACKWARD: _Row(f"{_OF_UNIT} for backward {{number}}", RUN_THE_SAME, _UNITS),
+    Purpose.STRAY: _Row(f"{_OF_UNIT}, which came in another order than before", RUN_THE_SAME, _UNITS),
+    Purpose.OUTSIDE: _Row(f"{_OF_UNIT} outside of the model's forward and backward", RUN_THE_SAME, _UNITS),
+    Purpose.GRADIENT: _Row("the gradient of {what} in backward {number}, the last of its step", RUN_THE_SAME, _UNITS),
+    Purpose.PARTIAL: _Row(
+        "the gradient of {what} in backward {number}, inside of 'with tz.accumulate(model)'", RUN_THE_SAME, _UNITS
+    ),
+    Purpose.UPDATED: _Row("the updated weights of {what}", RUN_THE_SAME, _UNITS),
+    Purpose.END_OF_FORWARD: _Row("the end of forward {number}", RUN_THE_SAME),
+    Purpose.END_OF_BACKWARD: _Row("the end of backward {number}", RUN_THE_SAME),
+    Purpose.EXPERTS: _Row("rows for the experts of {what}", RUN_ALL_EXPERTS, _EXPERTS),
+    Purpose.EXPERTS_BACK: _Row("gradients of what the experts of {what} gave", RUN_ALL_EXPERTS, _EXPERTS),
+    Purpose.CALL: _Row("{what}", _CALL_EVERYWHERE, _OF_CALLS),
+    Purpose.MATRICES: _Row("matrices that an optimizer updates whole", RUN_THE_SAME),
+    Purpose.OUTER: _Row("outer step {number}", RUN_THE_SAME),
+    Purpose.ACTIVATIONS: _Row(
+        "activations of {what}, exchange {number} along their axis", _RUN_THE_SAME_MODULES, _MODULES
+    ),
+    Purpose.ACTIVATIONS_BACK: _Row(
+        "gradients of activations of {what}, exchange {number} along their axis", _RUN_THE_SAME_MODULES, _MODULES
+    ),
+    Purpose.LOSS: _Row("a loss of parts of the vocabulary, exchange {number}", _RUN_THE_SAME_MODULES),
+    Purpose.NORM: _Row("the norm of all gradients", _CALL_EVERYWHERE),
+    Purpose.MEASURE: _Row("{what}", _MEASURE_THE_SAME, _MEASURES),
+    Purpose.CHECKPOINT: _Row("a checkpoint", _CALL_EVERYWHERE),
+    Purpose.APART: _Row("another place than ranks along another axis of the mesh", RUN_THE_SAME),
 }
-RUN_THE_SAME_MODULES = (
-    "Ranks that share matrices or sequences must run the same modules, as often and in the same order, forward and "
-    "backward: let no rank skip one by its own data, and decide what is skipped from what all of them have."
-)
-_OF_ACTIVATIONS = (Purpose.ACTIVATIONS, Purpose.ACTIVATIONS_BACK, Purpose.LOSS)
-_CALL_EVERYWHERE = (
-    "What ranks agree on, measure, clip, save or load together is asked for on every rank, in the same order: let no "
-    "rank leave it out, or do it alone as in 'if rank == 0:'."
-)
-_OF_CALLS = (Purpose.AGREEMENT, Purpose.NORM, Purpose.MEASURE, Purpose.CHECKPOINT, Purpose.CALL)
-CALLS = (
-    "model.state_dict()", "model.load_state_dict(state)", "optimizer.state_dict()", "optimizer.load_state_dict(state)",
-)  # fmt: skip
-"""Calls to be made on every rank, under names that plain PyTorch lets one rank alone call."""
-_PURPOSE_BITS, _UNIT_BITS = 5, 24
+
+
+def moves_a_unit(purpose: Purpose) -> bool:
+    """Whether exchanges for it move weights or gradients of one unit, whose index is in their labels."""
+    return _ROWS[purpose].of is _UNITS
 
 
 @dataclass(frozen=True)
@@ -113,15 +199,15 @@ class Label:
     """One exchange.
 
     Attributes:
-        unit: index of what is moved; of a call its index in `CALLS`; of activations that of their module.
+        unit: the number of what is moved, where it is of one unit, module, call or measure.
         number: of the pass that it belongs to, or of the exchange of activations, counted on each rank from the start.
-        names: of all units; of activations of the modules; of a measure the expression.
+        names: by which this label is read, and those of other ranks.
     """
 
     purpose: Purpose = Purpose.AGREEMENT
     unit: int = 0
     number: int = 0
-    names: tuple[str, ...] = ()
+    names: Names = Names()
 
     @property
     def code(self) -> int:
@@ -129,7 +215,7 @@ class Label:
         return self.purpose | self.unit << _PURPOSE_BITS | self.number << (_PURPOSE_BITS + _UNIT_BITS)
 
     def of_code(self, code: int) -> Label:
-        """Another rank's label, in the words of this one."""
+        """Another rank's label, with the names that this one knows."""
         purpose, rest = Purpose(code % (1 << _PURPOSE_BITS)), code >> _PURPOSE_BITS
         return replace(self, purpose=purpose, unit=rest % (1 << _UNIT_BITS), number=rest >> _UNIT_BITS)
 
@@ -140,33 +226,58 @@ class Label:
             RanksApart: there; it names both.
         """
         if code != self.code:
+            other = self.of_code(code)
             raise RanksApart(
-                f"{NOT_THE_SAME}: here it is the turn of {self}, and on {who} of {self.of_code(code)}. {self.edit}"
+                f"{NOT_THE_SAME}: here it is the turn of {self}, and on {who} of {other}. {_edits_of([self, other])}"
+            )
+
+    def check_size(self, size_bytes: int, expected_bytes: int, who: str) -> None:
+        """Refuse what another rank offers in this exchange, where it is not as much as this rank expects.
+
+        Raises:
+            RanksApart: there.
+        """
+        if size_bytes != expected_bytes:
+            raise RanksApart(
+                f"{NOT_THE_SAME}: it is the turn of {self}, and {who} offers {size_bytes} bytes of it where this rank "
+                f"expects {expected_bytes}. {self.edit}"
             )
 
     @property
     def edit(self) -> str:
         """What errors ask for where other ranks are elsewhere."""
-        if self.purpose in _OF_ACTIVATIONS:
-            return RUN_THE_SAME_MODULES
-        return _CALL_EVERYWHERE if self.purpose in _OF_CALLS else RUN_THE_SAME
+        return _ROWS[self.purpose].edit
 
     def check_trail(self, own: Iterable[int], theirs: Iterable[int], who: str) -> None:
         """Refuse the first code of another rank's last exchanges that is not this one's; -1 stands for none.
 
         Raises:
-            RanksApart: there; it names both, in the words of this label.
+            RanksApart: there; it names both, by the names of this label.
         """
         for mine, other in zip(own, theirs, strict=True):
             if mine != other and min(mine, other) >= 0:
                 self.of_code(mine).check(other, who)
 
     def __str__(self) -> str:
-        name = self.names[self.unit] if self.unit < len(self.names) else str(self.unit)
-        unit = title_of(name) if self.unit < len(self.names) else f"unit {name}"
-        call = CALLS[self.unit % len(CALLS)]
-        module = repr(name) if self.unit < len(self.names) else f"layer {name}"
-        return _WORDS[self.purpose].format(unit=unit, name=name, module=module, number=self.number, call=call)
+        words, _, of = _ROWS[self.purpose]
+        name = None if of is None else of.known(self.names).get(self.unit)
+        what = "" if of is None else of.unknown.format(self.unit) if name is None else of.said(name)
+        return words.format(what=what, number=self.number)
+
+
+def calling(call: str) -> Label:
+    """The label of exchanges of one of `_CALLS`."""
+    return Label(Purpose.CALL, _CALLS.index(call))
+
+
+def measuring(expression: str) -> Label:
+    """The label of exchanges of a measure of tensors, such as a norm, as a user writes it."""
+    return Label(Purpose.MEASURE, _number_of(expression), names=Names(measure=expression))
+
+
+def _edits_of(labels: Iterable[Label]) -> str:
+    """What errors ask for of ranks that are at these places."""
+    return " ".join(dict.fromkeys(label.edit for label in labels))
 
 
 def places_text(places: Mapping[int, str]) -> str:
@@ -175,19 +286,6 @@ def places_text(places: Mapping[int, str]) -> str:
     for rank in sorted(places):
         at.setdefault(places[rank], []).append(rank)
     return "; ".join(f"{of_ranks(ranks)} at {place}" for place, ranks in at.items())
-
-
-def title_of(name: str) -> str:
-    """The words for the unit of that name in messages."""
-    return f"unit {name!r}" if name else "the root unit"
-
-
-class Stamp(NamedTuple):
-    """Marks of the messages of one exchange: the label, the tag of the message that says it, and that of the data."""
-
-    label: Label
-    first: int
-    then: int
 
 
 moving: ContextVar[Label] = ContextVar("moving", default=Label())  # noqa: B039 (it cannot change)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.unit_layout import weights_are_split
 from terrazzo.engine.comm.transfer import Moves, Transfer
-from terrazzo.engine.instrumentation.label import CALLS, Label, Purpose, labelled
+from terrazzo.engine.instrumentation.label import calling, labelled
 from terrazzo.engine.model.engine import Engine
 from terrazzo.errors import ConnectionLost, RanksApart, TimedOut
 
@@ -29,7 +29,7 @@ def on_every_rank(engine: Engine, call: str) -> Iterator[None]:
         ConnectionLost: where one of them has ended.
         TimedOut: where one does not come.
     """
-    axes, label = engine.axes, Label(Purpose.CALL, CALLS.index(call))
+    axes, label = engine.axes, calling(call)
     gathers = weights_are_split(engine.units)
     try:
         for axis in axes.live(axes.within_replica):

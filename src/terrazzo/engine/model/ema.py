@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from terrazzo.engine.consensus.joint_checks import all_or_none
+from terrazzo.engine.instrumentation.label import calling, labelled
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.model.weight_average import Average
 from terrazzo.errors import Misuse
@@ -54,8 +55,9 @@ class EMA:
                 )
             return Average(decay, engine.precision.exact_master)
 
-        self._average = all_or_none(engine.axes, made)
-        self._average.compare(engine.axes)
+        with labelled(calling("tz.EMA(model)")):
+            self._average = all_or_none(engine.axes, made)
+            self._average.compare(engine.axes)
         engine.have_masters()
         self._average.begin(engine.trainable())
         engine.keep_average(self._average)

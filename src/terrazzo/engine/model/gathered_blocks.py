@@ -16,6 +16,7 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.consensus.written_weights import broadcast_first, compare_written
 from terrazzo.engine.hooks.model_hooks import ModelHooks
+from terrazzo.engine.instrumentation.label import calling, labelled
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.replicas.rounds import Rounds
 from terrazzo.engine.schedule.schedule import Schedule
@@ -121,11 +122,13 @@ class GatheredBlocks:
     def _agree_on_written(self, write: Literal[True, "first rank"]) -> None:
         """Compare what ranks have written into gathered weights, or take what the first one has."""
         take_over_data(self._buckets)
-        if write == "first rank":
-            broadcast_first(self._buckets)
-        else:
-            replica_axis = () if self._rounds is None else self._rounds.alike_over
-            compare_written(self._axes, self._buckets, replica_axis)
+        said = "True" if write is True else f'"{write}"'
+        with labelled(calling(f"the end of 'with tz.gathered(model, write={said})'")):
+            if write == "first rank":
+                broadcast_first(self._buckets)
+            else:
+                replica_axis = () if self._rounds is None else self._rounds.alike_over
+                compare_written(self._axes, self._buckets, replica_axis)
 
     def _enter(self, inside: Literal["read", "write"] | None) -> None:
         self._inside = inside

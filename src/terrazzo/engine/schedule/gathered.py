@@ -7,7 +7,7 @@ import enum
 import functools
 from collections.abc import Iterable, Sequence
 
-from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.instrumentation.label import Label, Names, Purpose
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.schedule.runnable import Runnable
 
@@ -46,7 +46,7 @@ class GatheredWeights:
         self._awaited: set[int] = set()  # units whose backward will be announced, or comes with any
         self._until_end: set[int] = set()  # of these, whose weights stay until backward ends
         self.step_in_flight = False
-        self._names = tuple(unit.name for unit in units)
+        self._names = Names(units=tuple(unit.name for unit in units))
 
     def label(self, purpose: Purpose, index: int = 0, number: int = 0) -> Label:
         """The label of an exchange of a unit's weights or gradients, in the pass of that number."""

@@ -22,6 +22,7 @@ from terrazzo.engine.consensus.pass_end import meet
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
 from terrazzo.engine.dry_run.step import StepSpec, parameters_of
 from terrazzo.engine.hooks.model_hooks import ModelHooks
+from terrazzo.engine.instrumentation.label import calling, labelled
 from terrazzo.engine.interception.gradients.grad_attribute import show_gradients
 from terrazzo.engine.interception.measuring.measured import let_measure
 from terrazzo.engine.interception.sharded_module import make_sharded_module
@@ -95,10 +96,11 @@ def shard(  # structure: signature fixed by the design
             device that have left parameters or buffers without a value.
     """
     options = Options(units, precision, mesh, prefetch, offload or Offload(), diloco)
-    prepared = prepare(model, optimizer, plan, options)
-    _warn_of_orphans(prepared.units, prepared.optimizers)
-    store = _open_store(model, prepared, options.offload)
-    engine = _make_engine(model, prepared, _build_units(model, prepared, store), prefetch, store)
+    with labelled(calling("tz.shard(model, optimizer)")):
+        prepared = prepare(model, optimizer, plan, options)
+        _warn_of_orphans(prepared.units, prepared.optimizers)
+        store = _open_store(model, prepared, options.offload)
+        engine = _make_engine(model, prepared, _build_units(model, prepared, store), prefetch, store)
     for built in prepared.optimizers:
         first = engine.drivers.next_group
         put_on(engine, built, prepared.templates[first : first + len(built.param_groups)])
@@ -203,7 +205,7 @@ def _make_engine(model: nn.Module, prepared: Prepared, units: Sequence[Unit], pr
     tally.reset()
     axes, stages = sharding.axes, stages_of(model)
     progress = Progress(Denominator(axes.size(axes.data)))
-    meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if weights_are_split(units) else None
+    meeting = (lambda label, number: meet(axes, progress, label, number)[0]) if weights_are_split(units) else None
     if stages is None:
         schedule = Schedule(units, prefetch, meeting, progress.denominator.divisor)
     else:

@@ -16,7 +16,7 @@ from terrazzo.engine.buckets.resting.buffer import Resting, view
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.transfer import Transfer
-from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.instrumentation.label import Label, Names, Purpose
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.partition.box import Box
@@ -56,7 +56,7 @@ def gathered_state(unit: Unit, state: Resting) -> Tensor:
     Of parameters that ranks along `tp` or `ep` share, those of this rank's parts: `whole_parameter` goes on from there.
     """
     full = state.space.empty((), state.dtype)
-    Transfer(full.gather(state), Label(Purpose.OUTSIDE, unit.index, names=unit.names)).finish()
+    Transfer(full.gather(state), Label(Purpose.OUTSIDE, unit.index, names=Names(units=unit.names))).finish()
     return full.data
 
 
@@ -74,7 +74,7 @@ def whole_parameter(unit: Unit, bucket: Bucket, slot: Slot, data: Tensor) -> Ten
     if not shared:
         return own
     (axis,) = shared
-    label = Label(Purpose.OUTSIDE, unit.index, names=unit.names)
+    label = Label(Purpose.OUTSIDE, unit.index, names=Names(units=unit.names))
     return _joined(own, bucket.box(slot), axes.along(axis), label)
 
 

@@ -12,13 +12,13 @@ are at different places raise there, and so does one that waits where another ha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.instrumentation.label import RUN_ALL_EXPERTS, Label, Names, Purpose, labelled
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.private_torch import uncompiled_once_called
@@ -95,25 +95,17 @@ class ExpertRanks(AxisRanks):
         self._meet(self._label_of(Purpose.EXPERTS_BACK, module), None)
 
     def _label_of(self, purpose: Purpose, module: int) -> Label:
-        return Label(purpose, len(self._units) + module)
+        return Label(purpose, module, names=Names(self._units, experts=self.modules))
 
     def _meet(self, label: Label, counts: Tensor | None) -> Tensor:
-        numbers = torch.zeros(1 + self._width, dtype=torch.int64, device=HOST)
-        numbers[0] = label.code
+        numbers = torch.zeros(self._width, dtype=torch.int32, device=HOST)
         if counts is not None:
-            numbers[1 : 1 + counts.numel()] = counts
-        rows = self._collectives.gather_rows(numbers)
-        place = replace(label, names=(*self._units, *self.modules))
-        for rank, code in enumerate(rows[:, 0].tolist()):
-            if code != label.code:
-                raise RanksApart(
-                    f"The ranks that share experts have not run the same: here it is the turn of {place}, and on rank "
-                    f"{rank} along ep of {place.of_code(code)}. Each of them must call every module of experts, and "
-                    "the blocks around it, as often as the others and in the same order: where a rank has no tokens "
-                    "for it, call it with no rows, a tensor of shape [0, channels]; and the loss must depend on what "
-                    "it returns."
-                )
-        return rows[:, 1:]
+            numbers[: counts.numel()] = counts
+        try:
+            with labelled(label):
+                return self._collectives.gather_rows(numbers).long()
+        except RanksApart as apart:
+            raise RanksApart(f"{apart}{'' if RUN_ALL_EXPERTS in str(apart) else f' {RUN_ALL_EXPERTS}'}") from None
 
 
 class Experts:
@@ -127,8 +119,9 @@ class Experts:
 
     def __init__(self, ranks: ExpertRanks, module: int, count: int) -> None:
         self.ranks, self.count, self._module = ranks, count, module
+        names = Names(experts=ranks.modules)
         self._there, self._back = (
-            ranks.labelled(Label(each, module, names=ranks.modules)) for each in (Purpose.EXPERTS, Purpose.EXPERTS_BACK)
+            ranks.labelled(Label(each, module, names=names)) for each in (Purpose.EXPERTS, Purpose.EXPERTS_BACK)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

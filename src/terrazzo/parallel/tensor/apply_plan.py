@@ -10,7 +10,7 @@ from torch import nn
 
 from terrazzo.engine import leave_record
 from terrazzo.engine.consensus.equal_values import synchronize
-from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.instrumentation.label import Label, Names
 from terrazzo.marks import SHARES_MATRICES
 from terrazzo.parallel.local_parameters import replaced_by_part, watch_states
 from terrazzo.parallel.peft_adapters import layer_of
@@ -38,7 +38,7 @@ def cut_matrices(cuts: TensorCuts) -> None:
     _replace_parameters(own)
     _add_exchanges(own)
     share_scales(own)
-    SHARES_MATRICES.leave(cuts.model, cuts.ranks.labelled(Label(names=own.names)))
+    SHARES_MATRICES.leave(cuts.model, cuts.ranks.labelled(Label(names=Names(modules=own.names))))
 
 
 def _replace_parameters(cuts: TensorCuts) -> None:

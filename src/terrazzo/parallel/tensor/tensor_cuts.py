@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine import Record, stages_of
-from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.instrumentation.label import Label, Names, Purpose
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 from terrazzo.parallel.tensor.styles import Enter, SplitSequence, Style
 
@@ -44,7 +44,7 @@ class TensorCuts:
 
     def ranks_at(self, name: str) -> TensorRanks:
         """The ranks, as they exchange in a module that has a style."""
-        return self.ranks.labelled(Label(Purpose.ACTIVATIONS, self.names.index(name), names=self.names))
+        return self.ranks.labelled(Label(Purpose.ACTIVATIONS, self.names.index(name), names=Names(modules=self.names)))
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:

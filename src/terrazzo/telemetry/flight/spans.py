@@ -5,24 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from terrazzo.engine.instrumentation.label import Purpose
+from terrazzo.engine.instrumentation.label import Purpose, moves_a_unit
 from terrazzo.telemetry.flight.ring import EventKind, Flight, FlightEvent
 
 __all__ = ["GROUPS", "FlightSpan", "TableNames", "spans_of"]
 
 GROUPS = ("step", "phase", "unit", "wait", "exchange", "tier")
 """Groups of spans. Within steps, phases or units nothing overlaps, except that units nest."""
-
-_AROUND = {
-    Purpose.AGREEMENT,
-    Purpose.NORM,
-    Purpose.MEASURE,
-    Purpose.CHECKPOINT,
-    Purpose.CALL,
-    Purpose.END_OF_FORWARD,
-    Purpose.END_OF_BACKWARD,
-}
-"""Purposes of exchanges that do not move a unit's tensors."""
 
 
 class FlightSpan(NamedTuple):
@@ -64,7 +53,7 @@ class TableNames:
 
     def moved(self, event: FlightEvent) -> str | None:
         """The unit whose tensors an exchange moves, if it does."""
-        return None if event.purpose in _AROUND else self.unit(event.unit)
+        return self.unit(event.unit) if moves_a_unit(Purpose(event.purpose)) else None
 
     def _of(self, field: str, number: int) -> str:
         names = self._table[field]

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrazzo.engine.comm.host.announced_data import Announcement, Stamp, announced_as
 from terrazzo.engine.comm.host.neighbours import Memory, Neighbour
-from terrazzo.engine.instrumentation.label import Label, Stamp
+from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.runtime.device import HOST
 
 __all__ = ["MANY_FAR", "ROUNDS", "Columns", "columns_of"]
@@ -115,18 +116,19 @@ class Columns:
             incoming: of the row that it comes from.
         """
         count = len(self.rows)
-        own = torch.tensor([stamp.label.code], device=HOST)
         under_way: deque[_Round] = deque()
         for turn in range(1, count):
             if len(under_way) == self._slots:
                 under_way.popleft().finish()
             ahead, back = self.rows[(self._index + turn) % count], self.rows[(self._index - turn) % count]
-            source, target, code = back[self._column], ahead[self._column], torch.empty_like(own)
-            coming_code = group.recv([code], source, stamp.first)
-            coming = group.recv([incoming(back)], source, stamp.then)
-            announced = group.send([own], target, stamp.first)
-            going = group.send([outgoing(turn, target)], target, stamp.then)
-            under_way.append(_Round(stamp.label, self._names[source], code, coming_code, [coming, announced, going]))
+            source, target, into = back[self._column], ahead[self._column], incoming(back)
+            heard = Announcement(stamp.label, into.nbytes, self._names[source])
+            announcement = group.recv([heard.message], source, stamp.first)
+            coming = group.recv([into], source, stamp.then(into.nbytes))
+            part = outgoing(turn, target)
+            announced = group.send([announced_as(stamp.label, part)], target, stamp.first)
+            going = group.send([part], target, stamp.then(part.nbytes))
+            under_way.append(_Round(heard, announcement, [coming, announced, going]))
         while under_way:
             under_way.popleft().finish()
 
@@ -134,15 +136,13 @@ class Columns:
 class _Round(NamedTuple):
     """Messages to and from another rank of the column; the first to come says what is moved."""
 
-    label: Label
-    source: str
-    code: Tensor
-    coming_code: Any
+    heard: Announcement
+    announcement: Any
     rest: Sequence[Any]
 
     def finish(self) -> None:
-        self.coming_code.wait()
-        self.label.check(int(self.code), self.source)
+        self.announcement.wait()
+        self.heard.check()
         for work in self.rest:
             work.wait()
 
@@ -156,7 +156,7 @@ def memories_of(near: Mapping[int, Neighbour], kind: str, tensor: Tensor, label:
     for neighbour in near.values():
         neighbour.say_taken(kind)
     for neighbour in near.values():
-        neighbour.await_taken(kind)
+        neighbour.await_taken(kind, label)
 
 
 def columns_of(

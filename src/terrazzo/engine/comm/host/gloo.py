@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import struct
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -18,12 +16,13 @@ from torch import Tensor
 
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.failed_exchanges import Exchange
+from terrazzo.engine.comm.host.announced_data import Announcement, Stamp, announced_as
 from terrazzo.engine.comm.host.columns import Columns, columns_of
 from terrazzo.engine.comm.host.neighbours import Memory, Neighbour, find_neighbours
 from terrazzo.engine.comm.sums import add_in_order, divide
-from terrazzo.engine.comm.tags import EXCHANGES, NEVER_SENT
+from terrazzo.engine.comm.tags import NEVER_SENT
 from terrazzo.engine.comm.transfer import Handle, Moves
-from terrazzo.engine.instrumentation.label import Purpose, Stamp, moving
+from terrazzo.engine.instrumentation.label import Purpose, moving
 from terrazzo.engine.instrumentation.times import Moments, Times
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.engine.runtime.device import HOST
@@ -99,12 +98,7 @@ class GlooCollectives(Collectives):
             yield self._in_thread(turn, begun, lambda _: go(), [full], times)
             return full
 
-        def fill(sources: Sequence[_Source]) -> None:
-            for chunk, source in zip(chunks, sources, strict=True):
-                if isinstance(source, Memory):
-                    source.read(0, chunk)
-
-        yield self._exchange(turn, [chunks[self.rank]] * self.size, chunks, fill, times)
+        yield self._exchange(turn, [chunks[self.rank]] * self.size, chunks, functools.partial(_fill, chunks), times)
         return full
 
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves[Tensor]:
@@ -122,14 +116,8 @@ class GlooCollectives(Collectives):
     ) -> Moves[None]:
         going, arriving = sent.split(list(sent_numels)), received.split(list(received_numels))
         arriving[self.rank].copy_(going[self.rank])
-
-        def fill(sources: Sequence[_Source]) -> None:
-            for chunk, source in zip(arriving, sources, strict=True):
-                if isinstance(source, Memory):
-                    source.read(0, chunk)
-
         sizes, times = [chunk.nbytes for chunk in arriving], self.traffic.times_of(self.axis, kind)
-        yield self._exchange(_turn_of(kind), going, arriving, fill, times, sizes)
+        yield self._exchange(_turn_of(kind), going, arriving, functools.partial(_fill, arriving), times, sizes)
 
     def _sum_chunks(self, full: Tensor, total: Tensor, denominator: float, kind: str) -> Moves[Tensor]:
         """Sum this rank's chunk of every rank's `full` into `total`, which may be that chunk, and divide."""
@@ -186,14 +174,14 @@ class GlooCollectives(Collectives):
             space: where chunks from other machines arrive; this rank's own entry is its own chunk.
             sizes: bytes that each rank offers; by default as many as this one keeps.
         """
-        begun, (label, first, then) = self._begun(), self._stamp(kind)
-        own = torch.tensor([label.code], device=HOST)
-        codes = {rank: torch.empty_like(own) for rank in self._far}
+        begun, stamp, group, far = self._begun(), self._stamp(kind), self.group, self._far
+        label, first, then = stamp.label, stamp.first, stamp.then
+        heard = {rank: Announcement(label, space[rank].nbytes, self._names[rank]) for rank in far}
         with begun.part():
-            announcements = {rank: self.group.recv([codes[rank]], rank, first) for rank in self._far}
-            coming = [self.group.recv([space[rank]], rank, then) for rank in self._far]
-            announced = [self.group.send([own], rank, first) for rank in self._far]
-            going = announced + [self.group.send([outgoing[rank]], rank, then) for rank in self._far]
+            announcements = {rank: group.recv([heard[rank].message], rank, first) for rank in far}
+            coming = [group.recv([space[rank]], rank, then(space[rank].nbytes)) for rank in far]
+            announced = [group.send([announced_as(label, outgoing[rank])], rank, first) for rank in far]
+            going = announced + [group.send([outgoing[rank]], rank, then(outgoing[rank].nbytes)) for rank in far]
         offered_bytes = [outgoing[self.rank].nbytes] * self.size if sizes is None else sizes
 
         def exchange(moments: Moments) -> None:
@@ -201,7 +189,7 @@ class GlooCollectives(Collectives):
                 neighbour.offer(kind, outgoing[rank], label)
             for rank, work in announcements.items():
                 work.wait()
-                label.check(int(codes[rank]), self._names[rank])
+                heard[rank].check()
             sources: list[_Source] = list(space)
             for rank, neighbour in self._near.items():
                 sources[rank] = neighbour.offered(kind, offered_bytes[rank], label)
@@ -212,24 +200,16 @@ class GlooCollectives(Collectives):
             for neighbour in self._near.values():
                 neighbour.say_taken(kind)
             for neighbour in self._near.values():
-                neighbour.await_taken(kind)
+                neighbour.await_taken(kind, label)
             for work in going:
                 work.wait()
 
         return self._in_thread(kind, begun, exchange, [*outgoing, *space], times)
 
     def _stamp(self, kind: str) -> Stamp:
-        """The mark of the messages of an exchange that begins now.
-
-        Data tagged with another label are never received: gloo ends a process when a message is longer than its place.
-        """
-        label = moving.get()
+        """The mark of the messages of an exchange that begins now."""
         self._counts[kind] += 1
-        number = zlib.crc32(struct.pack("<QQ", self._model, self._counts[kind]))
-        mixed = zlib.crc32(label.code.to_bytes(8, "little"), number)
-        of_kind = list(self._counts).index(kind)
-        hashes = len(EXCHANGES) // 4  # times two kinds of exchanges, and two messages of each
-        return Stamp(label, number % hashes * 4 + of_kind, mixed % hashes * 4 + 2 + of_kind)
+        return Stamp.of(moving.get(), self._model, [*self._counts].index(kind), self._counts[kind])
 
     def _in_thread(
         self, kind: str, begun: Exchange, exchange: Callable[[Moments], None], keep: Sequence[Tensor], times: Times
@@ -250,6 +230,13 @@ class GlooCollectives(Collectives):
             times.recorder.done(times.track, ordinal, start, moments.ready)
 
         return Handle([self._workers[kind].submit(job)], keep, times, moments=moments)
+
+
+def _fill(chunks: Sequence[Tensor], sources: Sequence[_Source]) -> None:
+    """Read what neighbours offer; what others have sent is in its place."""
+    for chunk, source in zip(chunks, sources, strict=True):
+        if isinstance(source, Memory):
+            source.read(0, chunk)
 
 
 def _turn_of(kind: str) -> Literal["gather", "reduce"]:

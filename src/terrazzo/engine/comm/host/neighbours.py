@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.comm.host.rendezvous import Address, Listener, Met, connect
-from terrazzo.engine.instrumentation.label import NOT_THE_SAME, RUN_THE_SAME, Label
+from terrazzo.engine.instrumentation.label import NOT_THE_SAME, Label
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import ConnectionLost, RanksApart, TimedOut
 from terrazzo.processes.ending import Ending, leaves_to_parent
@@ -128,7 +128,6 @@ class Neighbour:
 
     def __init__(self, name: str, pid: int, lines: Mapping[str, socket.socket]) -> None:
         self.name, self.pid, self._lines = name, pid, lines
-        self._count = dict.fromkeys(lines, 0)
         _permission.hold()
         self._ending = Ending(self, functools.partial(_take_leave, list(lines.values()), _permission))
         leaves_to_parent(self)
@@ -139,8 +138,7 @@ class Neighbour:
 
     def offer(self, kind: str, tensor: Tensor, label: Label) -> None:
         """Let it read `tensor`, which must not change until `await_taken` has returned."""
-        self._count[kind] += 1
-        self._send(kind, _OFFER.pack(label.code, self._count[kind], tensor.nbytes, tensor.data_ptr()))
+        self._send(kind, _OFFER.pack(label.code, tensor.nbytes, tensor.data_ptr()))
 
     def offered(self, kind: str, size_bytes: int, label: Label) -> Memory:
         """The memory that it offers; waits for it.
@@ -148,23 +146,21 @@ class Neighbour:
         Raises:
             RanksApart: if that is not what this rank expects.
         """
-        code, count, offered_bytes, address = _OFFER.unpack(self._receive(kind, _OFFER.size))
+        code, offered_bytes, address = _OFFER.unpack(self._receive(kind, _OFFER.size))
         label.check(code, self.name)
-        if (count, offered_bytes) != (self._count[kind], size_bytes):
-            raise RanksApart(
-                f"{NOT_THE_SAME}: {self.name} offers {offered_bytes} bytes in its {kind} number "
-                f"{count}, and this rank expects {size_bytes} in number {self._count[kind]}. {RUN_THE_SAME}"
-            )
+        label.check_size(offered_bytes, size_bytes, self.name)
         return Memory(self.pid, address, self.name)
 
     def say_taken(self, kind: str) -> None:
         """Tell it that what it offered has been read."""
         self._send(kind, _TAKEN)
 
-    def await_taken(self, kind: str) -> None:
+    def await_taken(self, kind: str, label: Label) -> None:
         """Wait until it has read what was offered to it."""
         if self._receive(kind, len(_TAKEN)) != _TAKEN:
-            raise RanksApart(f"{NOT_THE_SAME}: {self.name} is in another {kind} than this one. {RUN_THE_SAME}")
+            raise RanksApart(
+                f"{NOT_THE_SAME}: here it is the turn of {label}, and {self.name} has gone on. {label.edit}"
+            )
 
     def hang_up(self) -> None:
         """Something has failed here: whatever it waits for will not come, and nothing further may be exchanged."""
@@ -223,7 +219,7 @@ def _take_leave(lines: Sequence[socket.socket], permission: _Permission) -> None
     permission.release()
 
 
-_OFFER, _TAKEN = struct.Struct("<QQQQ"), b"taken"
+_OFFER, _TAKEN = struct.Struct("<QQQ"), b"taken"
 
 
 def find_neighbours(

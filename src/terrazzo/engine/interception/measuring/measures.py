@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.engine.instrumentation.label import Label, Purpose, labelled
+from terrazzo.engine.instrumentation.label import labelled, measuring
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.errors import Misuse, RanksApart
+from terrazzo.errors import Misuse
 
 __all__ = ["ALIASES", "ELEMENTWISE", "MEASURES", "SplitValues", "Spread", "can_be_measured", "order_of_norm"]
 
@@ -52,14 +52,8 @@ class Spread:
         """
         if not self.axes.live(self.over):
             return
-        with labelled(Label(Purpose.MEASURE, names=(expression,))):
-            differing = self.axes.differing({"measure": expression}, self.axes.within_stage)
-        if differing:
-            raise RanksApart(
-                f"The ranks have not measured the same: here it is the turn of {expression}, and on another rank of "
-                "something else. The number is of all their parts: ask for the same ones in the same order on every "
-                "rank, such as that of model.named_parameters(), which a set does not keep."
-            )
+        with labelled(measuring(expression)):
+            self.axes.meet(self.axes.within_stage)
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ class SplitValues:
             RanksApart: as of `Spread.check`.
         """
         self.spread.check(self.expression)
-        with labelled(Label(Purpose.MEASURE, names=(self.expression,))):
+        with labelled(measuring(self.expression)):
             return self.spread.axes.total(value, self.spread.over, reduce)
 
     def as_dtype(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:

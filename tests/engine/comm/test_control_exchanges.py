@@ -1,0 +1,129 @@
+"""Exchanges of a few numbers: whatever two ranks have come to, both hear it, and nothing is mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import terrazzo as tz
+from terrazzo.engine.comm.backends import collectives_for
+from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.instrumentation.label import Label, Names, Purpose, calling, labelled, measuring
+from terrazzo.engine.instrumentation.tally import Tally
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
+from terrazzo.engine.mesh.axes import Axes
+from tests.engine.toys import on_ranks
+from tests.helpers.processes import Pool
+
+MANY = 5000  # numbers that fit in no row
+
+
+def along_world() -> Collectives:
+    return collectives_for(dist.group.WORLD, torch.device("cpu"), Traffic(), Ledger())
+
+
+ACTS: dict[str, Callable[[Collectives], Any]] = {
+    "two": lambda along: along.maximum(torch.zeros(2, dtype=torch.int64)),
+    "many": lambda along: along.maximum(torch.zeros(MANY, dtype=torch.int64)),
+    "more": lambda along: along.maximum(torch.zeros(2 * MANY, dtype=torch.int64)),
+    "floats": lambda along: along.maximum(torch.zeros(2, dtype=torch.float64)),
+    "rows": lambda along: along.gather_rows(torch.zeros(2, dtype=torch.int64)),
+    "sent": lambda along: along.broadcast(torch.zeros(2, dtype=torch.int64)),
+    "much sent": lambda along: along.broadcast(torch.zeros(MANY, dtype=torch.int64)),
+}
+PAIRS = [("two", "many"), ("many", "more"), ("two", "floats"), ("two", "rows"), ("sent", "rows"), ("much sent", "many")]
+
+
+def what_comes_apart() -> list[str]:
+    """What this rank hears of each pair of exchanges, of which the ranks do one each; run by each process."""
+    along, told = along_world(), []
+    for pair in PAIRS:
+        with pytest.raises(tz.RanksApart) as apart:
+            ACTS[pair[dist.get_rank()]](along)
+        told.append(str(apart.value))
+    assert along.maximum(torch.tensor([dist.get_rank()])).item() == 1, "connections are as good as before"
+    return told
+
+
+def calls_that_come_apart() -> str:
+    """What this rank hears as one makes an average, and the other ends a block of its own; run by each process."""
+    model, _ = tz.shard(nn.Linear(6, 6), torch.optim.SGD, "zero2")
+    try:
+        if dist.get_rank() == 0:
+            tz.EMA(model)
+        else:
+            with tz.gathered(model, write=True):
+                pass
+    except tz.RanksApart as apart:
+        return str(apart)
+    return ""
+
+
+@pytest.mark.processes
+def test_whatever_ranks_have_come_to_both_hear_it(two_processes: Pool) -> None:
+    """Gloo ends a process when a message is longer than the place for it."""
+    for told in two_processes.run(what_comes_apart):
+        for (own, others), said in zip(PAIRS, told, strict=True):
+            assert "rank 0 at an agreement, as on what all ranks are given (a" in said, (own, others, said)
+            assert "; rank 1 at an agreement" in said and said.count("on every rank, in the same order") == 1, said
+    for said in two_processes.run(calls_that_come_apart):
+        assert "rank 0 at tz.EMA(model); rank 1 at the end of 'with tz.gathered(model, write=True)'." in said
+
+
+@pytest.mark.parametrize("elsewhere", [0, 3])
+def test_all_ranks_of_all_axes_hear_where_each_is(elsewhere: int) -> None:
+    """Also those along whose axis nobody is elsewhere."""
+
+    def body(rank: int) -> str:
+        axes = Axes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")), Tally())
+        label = Label(Purpose.NORM) if rank == elsewhere else calling("tz.EMA(model)")
+        with pytest.raises(tz.RanksApart) as apart, labelled(label):
+            (axes.total if rank == elsewhere else axes.broadcast)(torch.zeros(3), axes.data)
+        return str(apart.value)
+
+    (said,) = {*on_ranks(4, body)}
+    others = ", ".join(str(rank) for rank in range(4) if rank != elsewhere)
+    assert f"rank {elsewhere} at the norm of all gradients" in said and f"ranks {others} at tz.EMA(model)" in said
+
+
+@pytest.mark.parametrize("numel", [0, 3, MANY])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.float32, torch.int64, torch.complex64])
+def test_numbers_come_as_they_are(numel: int, dtype: torch.dtype) -> None:
+    """In a row, and behind it."""
+    of_ranks = [torch.arange(rank, rank + numel).fmod(7).to(dtype) for rank in range(3)]
+
+    def body(rank: int) -> None:
+        along, own = along_world(), of_ranks[rank].clone().requires_grad_(dtype.is_floating_point)
+        assert torch.equal(along.gather_rows(own.view(1, -1)), torch.stack(of_ranks).unsqueeze(1))
+        if not dtype.is_complex and dtype != torch.bool:
+            assert torch.equal(along.maximum(own.detach().clone()), torch.stack(of_ranks).amax(0))
+        if dtype != torch.bool:
+            sent = own.detach().clone()
+            along.broadcast(sent, 1)
+            assert torch.equal(sent, of_ranks[1])
+
+    on_ranks(3, body)
+
+
+def test_no_number_is_read_by_names_of_other_things() -> None:
+    activations = Label(Purpose.ACTIVATIONS, 1, 7, Names(modules=("mlp.up", "mlp.down")))
+    assert str(activations) == "activations of 'mlp.down', exchange 7 along their axis"
+    assert str(activations.of_code(Label(Purpose.FORWARD, 1, 3).code)) == "the weights of unit 1 for training forward 3"
+    end = Label(Purpose.END_OF_BACKWARD, number=3, names=Names(units=("", "blocks.0")))
+    assert str(end.of_code(Label(Purpose.GRADIENT, 1, 3).code)).startswith("the gradient of unit 'blocks.0' in")
+    assert str(end.of_code(activations.code)).startswith("activations of layer 1,")
+    assert str(end.of_code(Label(Purpose.EXPERTS, 1).code)) == "rows for the experts of module 1"
+    measure = measuring("embed.weight.norm()")
+    assert str(measure.of_code(measure.code)) == "embed.weight.norm()"
+    assert str(measure.of_code(measuring("head.bias.sum()").code)) == "another measure"
+
+
+def test_errors_have_the_edits_of_both_places() -> None:
+    with pytest.raises(tz.RanksApart, match=r"same number of forwards.*asked for on every rank, in the same order"):
+        Label(Purpose.END_OF_FORWARD).check_trail([-1, Label(Purpose.FORWARD, 1).code], [-1, 0], "rank 1")
