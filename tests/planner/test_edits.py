@@ -8,7 +8,7 @@ import pytest
 
 from terrazzo.planner import Request, build_setup, estimate
 from terrazzo.planner.api import ask
-from terrazzo.planner.choice.edits import narrower_names
+from terrazzo.planner.choice.edits import narrower_names, times_text
 from terrazzo.planner.report.estimates import Edit
 
 H100 = Request("llama3-8b", 8, gpu="h100", strategy="zero3", sequence=8192)
@@ -83,7 +83,7 @@ def test_a_smaller_micro_batch_and_offload_are_among_the_edits() -> None:
 
 
 def test_more_gpus_with_layers_in_parts_are_offered_where_more_alone_do_not_surely_fit() -> None:
-    asked = Request("llama3-405b", 8, gpu="h100", sequence=4096)
+    asked = Request("llama3-405b", 8, gpu="h100", sequence=2048)
     more = [edit for edit in ask(asked).best.edits if "--gpus" in edit.options]
     assert [edit.estimate.memory.fits_surely for edit in more] == [False, True]
     options, found = more[1].options, more[1].estimate.setup
@@ -191,3 +191,14 @@ def test_long_sequences_are_offered_in_parts_beside_layers() -> None:
     assert not any("--cp" in edit.options or "--tp" in edit.options for edit in kept.edits)
     if not kept.edits:
         assert "--parallel" in kept.notes[0]
+
+
+def test_parts_are_said_as_people_say_them() -> None:
+    said = [times_text(factor, "the GPUs") for factor in (4, 1.5, 0.5, 0.125, 0.3)]
+    assert said == [
+        "4 times the GPUs",
+        "1.5 times the GPUs",
+        "half the GPUs",
+        "an eighth of the GPUs",
+        "0.3 of the GPUs",
+    ]

@@ -239,6 +239,14 @@ def test_the_frontier_is_what_nothing_else_beats() -> None:
     assert {(answer.memory.allocated_bytes, rate(answer)) for answer in found.pareto} == points - beaten
 
 
+def test_what_memory_is_no_reason_for_comes_last_of_what_does_not_run() -> None:
+    found = search(Request("llama3-70b", 8, gpu="h100-sxm"))
+    overruns = [refusal.overrun for refusal in found.refused]
+    assert overruns == sorted(overruns)
+    assert found.refused[0].strategy == "zero3"
+    assert "hybrid_shard" in [refusal.strategy for refusal in found.refused[-4:]]
+
+
 def test_refusals_say_the_arithmetic() -> None:
     found = search(request("llama3-70b", 64))
     reasons = {refusal.strategy: refusal for refusal in found.refused}

@@ -27,6 +27,7 @@ __all__ = [
     "narrower_names",
     "no_edit",
     "parted_axes",
+    "times_text",
     "wider_edits",
 ]
 
@@ -140,15 +141,25 @@ def _cost_of(edited: Estimate, before: Estimate) -> str:
         costs.append(f"gradients in {MOMENTS_NAMES[kept.accumulate]}")
     factor = edited.setup.cluster.count / before.setup.cluster.count
     if factor != 1:
-        costs.append(f"{factor:g} times the GPUs")
+        costs.append(times_text(factor, "the GPUs"))
     batch = edited.setup.global_batch / before.setup.global_batch
     if batch != 1:
-        costs.append(f"{batch:g} times the sequences in a step")
+        costs.append(times_text(batch, "the sequences in a step"))
     for room in edited.memory.rooms[1:]:
         kind = {"host": "host memory", "disk": "disk"}[room.name]
         known = "" if room.capacity is not None else ", if it has as much"
         costs.append(f"{room.expected / 2**30:,.0f} GiB of {kind} on each host{known}")
     return ", ".join(costs)
+
+
+_PARTS = {1 / 2: "half", 1 / 3: "a third of", 1 / 4: "a quarter of", 1 / 8: "an eighth of"}
+
+
+def times_text(factor: float, what: str) -> str:
+    """`4 times the GPUs`, or of a part `half the GPUs`."""
+    if factor >= 1:
+        return f"{factor:g} times {what}"
+    return f"{_PARTS.get(factor, f'{factor:.2g} of')} {what}"
 
 
 def first_that_fits(

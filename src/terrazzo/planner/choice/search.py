@@ -89,10 +89,12 @@ class _Tried:
         self.considered = 0
 
     def refused(self) -> tuple[Refusal, ...]:
-        """The strategies of which nothing fits."""
+        """The strategies of which nothing fits, by number of devices, what lacks least first; what memory is no reason
+        for comes last.
+        """
         fitting = {(each.setup.plan.name, each.setup.cluster.count) for each in self.fitting}
         refused = [refusal for key, refusal in self.refusals.items() if key not in fitting]
-        return tuple(sorted(refused, key=lambda refusal: (refusal.gpus, refusal.needed_bytes or 0)))
+        return tuple(sorted(refused, key=lambda refusal: (refusal.gpus, refusal.overrun)))
 
     def try_all(self, choices: tuple[Request, ...]) -> None:
         """All strategies on all meshes; those with offload, which are slower, only where nothing else surely fits."""
