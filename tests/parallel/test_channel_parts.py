@@ -134,6 +134,7 @@ RIGHT = {
     "windows": lambda x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1) + torch.fft.fft(x, dim=1).real,
     "depthwise": lambda x: F.conv1d(x.mT, torch.ones(x.shape[-1], 1, 3), padding=1, groups=x.shape[-1]).mT,
     "data": lambda x: x * x.data.sigmoid(),
+    "ravelled": lambda x: x[:1, :1].ravel() * x,
     "gated": lambda x: F.silu(x) * x.tanh(),
     "dropped": lambda x: F.dropout(F.gelu(x), 0.0),
     "norm-of-heads": lambda x: F.rms_norm(x.view(B, T, -1, HEAD), (HEAD,)).flatten(2),
@@ -355,6 +356,106 @@ def test_heads_of_the_whole_take_no_channels_of_other_tokens(column) -> None:
         run(between, WIDTH, column)
 
 
+class Keys(nn.Module):
+    """Keys and values of two heads, of which no plan cuts the matrix, for four of queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up, self.key, self.down = nn.Linear(8, WIDTH), nn.Linear(8, 2 * HEAD), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = heads(self.up(x)), heads(self.key(x))
+        return self.down(joined(F.scaled_dot_product_attention(q, k, k, enable_gqa=True)))
+
+
+def test_heads_of_a_rank_are_not_grouped_by_the_key_heads_of_all() -> None:
+    def body(rank: int):
+        model = tz.parallelize(
+            nn.Sequential(Keys()),
+            tz.mesh(tp=2, device="cpu"),
+            tensor={"0.up": "colwise", "0.down": "rowwise", "0.key": "replicate"},
+        )
+        with pytest.raises(tz.Misuse, match="groups heads of this rank with those of all ranks"):
+            model(inputs())
+
+    run_in_threads(2, body)
+
+
+def test_a_bias_alone_of_which_ranks_have_parts_is_followed() -> None:
+    check(lambda x: F.linear(torch.ones(B, T, 3), torch.ones(x.shape[-1], 3), x.mean((0, 1))) * x, WIDTH, "colwise")
+
+
+def kernel(x: Tensor, scale: Tensor) -> Tensor:
+    """As one of Triton: nothing of torch is called on the way."""
+    out = (x.detach().double().numpy() * scale.detach().numpy()).astype("float32")
+    return torch.from_numpy(out)
+
+
+def test_what_is_declared_of_a_function_is_followed() -> None:
+    scaled = tz.parallel.declare(kernel, "... c, d -> ... c")
+    check(lambda x: x + scaled(x, torch.ones(1)), WIDTH, "colwise")
+    over_last = tz.parallel.declare(kernel, "... _, _ -> ... _")
+    with pytest.raises(tz.Misuse, match=r"calls tests::kernel on what 'up'.*adds up over channels"):
+        run(lambda x: x + over_last(x, torch.ones(1)), WIDTH, "colwise")
+    of_whole = tz.parallel.declare(kernel, "... c, c -> ... c")
+    with pytest.raises(tz.Misuse, match="takes this rank's 'c' with all that another tensor has"):
+        run(lambda x: x + of_whole(x, torch.ones(x.shape[-1])), WIDTH, "colwise")
+    with pytest.raises(tz.BadInput, match="Give terms for all of them"):
+        run(lambda x: x + scaled(x, torch.ones(1, 1)), WIDTH, "colwise")
+    assert torch.equal(scaled(torch.ones(2), torch.ones(1)), torch.ones(2))
+
+
+class Kernel(torch.autograd.Function):
+    """As one of Triton or C++, with its gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class CompiledFunction(Kernel):
+    """As the compiler names what it has made."""
+
+
+def test_a_kernel_is_followed_as_it_is_declared_and_else_refused_or_warned_of() -> None:
+    declared = tz.parallel.declare(Kernel.apply, "... -> ...")
+    check(lambda x: declared(x) * x, WIDTH, "colwise")
+    with pytest.raises(tz.Misuse, match=r"'up'.*asks no mode of torch.*parallel\.declare"):
+        run(lambda x: Kernel.apply(x) * x, WIDTH, "colwise")
+    with pytest.warns(UserWarning, match=r"'up'.*by a function that is compiled.*parallel\.declare"):
+        check(lambda x: CompiledFunction.apply(x) * x, WIDTH, "colwise")
+
+
+@pytest.mark.parametrize("equation", ["a b", "a ... -> a", "a-b -> a", None])
+def test_what_is_no_equation_is_not_declared(equation) -> None:
+    with pytest.raises(tz.BadInput, match="the equation is"):
+        tz.parallel.declare(kernel, equation)
+
+
+def test_an_operator_of_the_models_own_is_declared_once() -> None:
+    torch.library.define("tests_channels::sorted_mean", "(Tensor x) -> Tensor")
+    torch.library.impl("tests_channels::sorted_mean", "CompositeImplicitAutograd")(
+        lambda x: x.sort(1).values.mean(1, keepdim=True).expand_as(x)
+    )
+    operator = torch.ops.tests_channels.sorted_mean
+    with pytest.raises(tz.Misuse, match="calls tests_channels::sorted_mean"):
+        run(lambda x: x + operator(x), WIDTH, "colwise")
+    assert tz.parallel.declare(operator, "b _ c -> b _ c") is operator
+    check(lambda x: x + operator(x), WIDTH, "colwise")
+
+
+def test_an_operator_of_another_library_is_not_taken_for_torchs_of_its_name() -> None:
+    torch.library.define("tests_channels::transpose", "(Tensor x, int one, int other) -> Tensor")
+    torch.library.impl("tests_channels::transpose", "CompositeImplicitAutograd")(lambda x, one, other: x.flip(-1))
+    with pytest.raises(tz.Misuse, match="computes by"):
+        run(lambda x: x + torch.ops.tests_channels.transpose(x, 0, 0), WIDTH, "colwise")
+
+
 def test_a_view_as_all_heads_of_which_a_rank_has_some_is_refused() -> None:
     def between(x: Tensor) -> Tensor:  # as einops' rearrange(x, "b t (h d) -> b t h d", h=4) does
         return x.reshape(B, T, 4, x.shape[-1] // 4).softmax(-1).flatten(2)
@@ -366,7 +467,7 @@ def test_a_view_as_all_heads_of_which_a_rank_has_some_is_refused() -> None:
 
 def test_what_torch_does_not_call_elementwise_is_refused_by_its_operator() -> None:
     with pytest.raises(
-        tz.Misuse, match=r"calls channel_shuffle .*aten\.\w+.*not known to keep channels apart.*Tag\.pointwise"
+        tz.Misuse, match=r"calls channel_shuffle .*aten\.\w+.*not known to keep channels apart.*parallel\.declare"
     ):
         run(WRONG["shuffled"][0], WIDTH, "colwise")
 
@@ -421,18 +522,18 @@ def test_what_ranks_have_summed_or_gathered_is_changed_in_place(plan, batch: int
 
 
 def test_kernels_of_attention_have_heads_where_they_take_them() -> None:
-    torch.library.define("tests_channels::_flash_attn_forward", "(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
+    torch.library.define("flash_attn::_flash_attn_forward", "(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
 
-    @torch.library.impl("tests_channels::_flash_attn_forward", "CompositeImplicitAutograd")
+    @torch.library.impl("flash_attn::_flash_attn_forward", "CompositeImplicitAutograd")
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         parts = [each.transpose(1, 2) for each in (q, k, v)]
         return F.scaled_dot_product_attention(*parts).transpose(1, 2), q.new_zeros(())
 
     def between(q: Tensor) -> Tensor:
-        return torch.ops.tests_channels._flash_attn_forward(q, q, q)[0]
+        return torch.ops.flash_attn._flash_attn_forward(q, q, q)[0]
 
     check(lambda x: between(x.view(B, T, -1, HEAD)).flatten(2), WIDTH, "colwise")
-    with pytest.raises(tz.Misuse, match=r"calls flash_attn_forward .*its heads are no dim"):
+    with pytest.raises(tz.Misuse, match=r"calls flash_attn::flash_attn_forward .*its heads are no dim"):
         run(lambda x: joined(between(heads(x))), WIDTH, "colwise")
 
 

@@ -97,6 +97,7 @@ WRONG = {
     "norm-by-numbers": (lambda x: F.normalize(heads(x).transpose(1, 2).reshape(x.shape), dim=-1), ONE, 2),
     "norm-of-two": (lambda x: F.normalize(x.view(B, T, -1, HEAD).flatten(2), dim=-1), 2 * ONE, 2),
     "rows-by-numbers": (lambda x: x.view(B * T * 4, -1).softmax(-1).view(B, T, -1), 16, 2),
+    "index-of-fewer": (lambda x: x.scatter(1, torch.zeros(B, T, 2).long(), 0.0), 16, 2),
     "index": (lambda x: torch.zeros_like(x).index_copy(-1, torch.arange(x.shape[-1]).flip(0), x), 16, 2),
 }
 

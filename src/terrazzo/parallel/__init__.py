@@ -52,6 +52,7 @@ from terrazzo.parallel.parallelize_model import parallelize
 from terrazzo.parallel.pipeline.cut_into_stages import Pipeline, check_line
 from terrazzo.parallel.pipeline.step import step
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
+from terrazzo.parallel.tensor.channels.declared import declare
 from terrazzo.parallel.tensor.compare_with_whole import check
 from terrazzo.parallel.tensor.model_plans import check_styles, own_plan
 from terrazzo.parallel.tensor.read_plan import TensorPlan, styles_of
@@ -100,6 +101,7 @@ __all__ = [
     "check_line",
     "check_styles",
     "context_of",
+    "declare",
     "leave_vocabulary",
     "mesh",
     "mesh_sizes",

@@ -3,7 +3,7 @@
 A tensor of which nothing is known is taken for one that all ranks have whole. So is none whose channels have come by a
 way that no mode of torch sees: one that shares memory with a tensor to which channels were written, one inside of
 `torch.func`'s transforms, and one whose graph leads back to channels past all that was seen, such as what a function of
-`torch.jit.script` computes with gradients. Code that is compiled is left alone.
+`torch.jit.script` computes with gradients. Of code that is compiled, as that of models often is, this is a warning.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from terrazzo.engine.runtime.private_torch import without_transform
 from terrazzo.errors import Misuse
+from terrazzo.messages import warn
 from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut
 
 __all__ = ["ChannelMarks"]
 
 _FAR = 64
-"""How many steps back a graph is followed."""
+"""How many nodes back a graph is followed."""
 
 
 class ChannelMarks:
@@ -32,6 +33,7 @@ class ChannelMarks:
         self._cuts: Any = WeakIdKeyDictionary()
         self._mixed: Any = WeakIdKeyDictionary()
         self._written: Any = WeakIdKeyDictionary()  # by storage: why another tensor of it is refused
+        self._warned: set[str] = set()
         self._nodes: dict[Any, str] = {}  # of autograd's graph: which column's; empty: that of what was seen without
 
     def cuts_of(self, tensor: Tensor) -> tuple[ChannelCut, ...]:
@@ -70,12 +72,16 @@ class ChannelMarks:
         if len(self._written) and (storage := _storage_of(tensor)) in self._written:
             error: Misuse = self._written[storage]
             return error
-        column = self._column_behind(tensor)
-        return (
-            _misuse(column, "a function that asks no mode of torch, such as one of torch.jit.script")
-            if column
-            else None
-        )
+        column, is_compiled = self._column_behind(tensor)
+        if not column:
+            return None
+        self.note_seen(tensor)
+        if not is_compiled:
+            return _misuse(column, "a function that asks no mode of torch, such as one of torch.jit.script")
+        if column not in self._warned:
+            self._warned.add(column)
+            warn(_text(column, "a function that is compiled"))
+        return None
 
     def _note_node(self, tensor: Tensor, column: str) -> None:
         if tensor.grad_fn is not None:
@@ -86,22 +92,20 @@ class ChannelMarks:
         if is_first and any(each is tensor for each in given):
             self._written[_storage_of(tensor)] = error
 
-    def _column_behind(self, tensor: Tensor) -> str:
-        """The column to whose channels a graph leads, past what was not seen; empty: to none."""
-        nodes, known = [tensor.grad_fn], set()
-        for _ in range(_FAR):
-            node = nodes.pop(0) if nodes else None
-            if node is None and not nodes:
-                return ""
+    def _column_behind(self, tensor: Tensor) -> tuple[str, bool]:
+        """The column to whose channels a graph leads, past what was not seen, or none; whether by compiled code."""
+        nodes, known, is_compiled = [tensor.grad_fn], set[Any](), False
+        while nodes and len(known) < _FAR:
+            node = nodes.pop(0)
             if node is None or node in known:
                 continue
             known.add(node)
-            if node in self._nodes:
-                if column := self._nodes[node]:
-                    return column
-            elif not type(node).__name__.startswith("CompiledFunction"):
+            if self._nodes.get(node):
+                return self._nodes[node], is_compiled
+            if node not in self._nodes:
+                is_compiled |= type(node).__name__.startswith("CompiledFunction")
                 nodes += [each for each, _ in node.next_functions]
-        return ""
+        return "", False
 
 
 def _storage_of(tensor: Tensor) -> Any:
@@ -109,9 +113,13 @@ def _storage_of(tensor: Tensor) -> Any:
 
 
 def _misuse(column: str, way: str) -> Misuse:
-    return Misuse(
+    return Misuse(_text(column, way))
+
+
+def _text(column: str, way: str) -> str:
+    return (
         f"The model's forward computes with what {column!r}, of style 'colwise', returns, by {way}: there it is not "
-        "followed which channels ranks have. Compute with the tensors themselves, and by torch's functions; or give "
-        "the matrices around it the styles 'colwise_gather_output' and 'rowwise_split_input', so that every rank has "
-        "all channels between them."
+        "followed which channels ranks have. Compute with the tensors themselves, and by torch's functions; or say "
+        "how a function's dims go, by terrazzo.parallel.declare; or give the matrices around it the styles "
+        "'colwise_gather_output' and 'rowwise_split_input', so that every rank has all channels between them."
     )

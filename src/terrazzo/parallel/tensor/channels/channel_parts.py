@@ -2,8 +2,7 @@
 
 There each rank has a part of the channels: `softmax(-1)`, `mean(-1)` or a norm over them would be of this rank's alone,
 `flip(-1)` or the halves of a fused matrix other channels than of the whole, without an error. First forwards are
-watched. Not seen: numbers, such as sizes and what `item()` returns, and what computes by no function or operator of
-torch. What this package computes is not looked at.
+watched. What this package computes is not looked at.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from terrazzo.engine.runtime.overrides import function_name, is_question
+from terrazzo.engine.runtime.overrides import is_question
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import Misuse
 from terrazzo.parallel.tensor.arguments import first_activation
 from terrazzo.parallel.tensor.channels.channel_marks import ChannelMarks
-from terrazzo.parallel.tensor.channels.channel_rules import rule_of
 from terrazzo.parallel.tensor.channels.cut_dim import ChannelCut, ChannelRule, FunctionCall, HeadCounts, Mixed
 from terrazzo.parallel.tensor.channels.elementwise import OperatorWatch
+from terrazzo.parallel.tensor.channels.rule_table import name_of, rule_of
 from terrazzo.parallel.tensor.first_forwards import FunctionWatch, has_compiled
 
 __all__ = ["ChannelParts", "Run"]
 
-_PASSED_ON = ("__torch_function__", "called")
-"""The functions of another watch, which has let a call through."""
+_PASSED_ON = ("__torch_function__", "called", "ask_modes")
+"""The functions of another watch, which has let a call through, and of `declare`."""
 _PACKAGE = __name__.partition(".tensor")[0] + "."
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 
@@ -153,7 +152,7 @@ class _Channels(FunctionWatch):
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any = None) -> FunctionCall:
         return FunctionCall(
-            _name_of(func), args, kwargs, lambda each: next(iter(self._marks.cuts_of(each)), None), result
+            name_of(func), args, kwargs, lambda each: next(iter(self._marks.cuts_of(each)), None), result
         )
 
     def _seen(self, result: Any) -> Any:
@@ -165,7 +164,7 @@ class _Channels(FunctionWatch):
         """The result of a call with channels in parts; it is noted where these are in it."""
         if call.name == "iter":
             return iter(self.called(Tensor.unbind, call.args, call.named))
-        if (rule := rule_of(call)) is not None:
+        if (rule := rule_of(func, call)) is not None:
             result = func(*call.args, **call.named)
         else:
             with OperatorWatch(each for each in call.tensors if call.cut_of(each) is not None) as operators:
@@ -228,18 +227,12 @@ def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _name_of(func: Any) -> str:
-    """The name of a function in the rules: the plain one of operators, methods in place and submodules of torch."""
-    name = function_name(func).partition(".")[0].strip("_")  # without an operator's overload
-    return name.removeprefix("fft_").removeprefix("linalg_").removeprefix("special_")
-
-
 def _misuse(name: str, error: Mixed) -> Misuse:
     column = error.cut.name
     return Misuse(
         f"The model's forward calls {name} on what {column!r}, of style 'colwise', has computed: that {error.does}. "
         f"Give {column!r} the style 'colwise_gather_output' and the 'rowwise' behind it 'rowwise_split_input', so that "
         "every rank has all channels between them, or give neither a style. Matrices that are fused into one need "
-        "terrazzo.parallel.Colwise(parts=...); what is only read, as for a log, a .detach() before; and an operator of "
-        "your own that computes element by element, torch.library's tags=torch.Tag.pointwise."
+        "terrazzo.parallel.Colwise(parts=...); what is only read, as for a log, a .detach() before; and a function of "
+        "your own terrazzo.parallel.declare(...), which says how its dims go."
     )

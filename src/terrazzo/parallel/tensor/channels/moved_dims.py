@@ -17,7 +17,6 @@ from terrazzo.parallel.tensor.channels.cut_dim import (
     Mixed,
     merged,
 )
-from terrazzo.parallel.tensor.channels.places import PLACES
 from terrazzo.parallel.tensor.channels.split_views import through_view
 
 __all__ = ["MOVES"]
@@ -215,7 +214,7 @@ MOVES: dict[str, ChannelRule] = {
             ("permute",): _moved(lambda call, count: call.numbers(1, "dims")),
             ("movedim", "moveaxis"): _moved(_movedim),
             ("view", "reshape", "view_as", "reshape_as", "unsafe_view"): _viewed,
-            ("flatten",): _flattened,
+            ("flatten", "ravel"): _flattened,
             ("unflatten",): _unflattened,
             ("unsqueeze",): _unsqueezed,
             ("squeeze",): _squeezed,
@@ -233,6 +232,5 @@ MOVES: dict[str, ChannelRule] = {
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _joined),
     **dict.fromkeys(("chunk", "split", "tensor_split", "split_with_sizes", "unbind", "select", "narrow"), _taken),
     **dict.fromkeys(_FRESH, lambda call: []),
-    **PLACES,
 }
 """What each makes of the dim that ranks have in parts."""

@@ -30,7 +30,7 @@ __all__ = ["through_view"]
 
 _HEADS = (
     "makes heads of channels, and does not say how many each rank has: view them as [..., -1, channels of a head], or "
-    "give the number of all heads in the plan, as terrazzo.parallel.Colwise(heads=n),"
+    "give the number of all heads in the plan, as terrazzo.parallel.Colwise(heads=n)"
 )
 
 
