@@ -309,15 +309,36 @@ def test_a_parameter_tied_across_units_goes_to_their_lowest_common_ancestor() ->
     assert owner["outer.1.blocks.0.down.weight"] == owner["outer.0.blocks.0.down.weight"] == ""
 
 
-def test_a_module_used_under_two_names_is_one_unit_of_its_parameters() -> None:
-    base = Net()
-    base.blocks[2] = base.blocks[0]
+class Named(Net):
+    """With further paths to a block and to a layer of one, of which the first comes before the list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [*self.blocks]
+        del self.blocks
+        self.early, self.blocks, self.late = blocks[0], nn.ModuleList([*blocks, blocks[1]]), blocks[2].up
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.early(self.embed(tokens)).mean() + self.late(self.embed(tokens)).mean()
+
+
+def test_a_module_under_several_names_is_owned_as_under_one() -> None:
     with fake_group(2):
+        model, _ = tz.shard(Named(), None, "zero3", units=["blocks.*"])
+        owner = owners(model)
+    assert {owner[f"{name}.up.weight"] for name in ("early", "blocks.0")} == {"early"}
+    assert {owner[f"blocks.{name}.up.weight"] for name in (1, 3)} == {"blocks.1"}
+    assert owner["late.weight"] == owner["blocks.2.up.weight"] == "blocks.2"
+
+
+def test_what_two_units_hold_is_the_roots_and_a_unit_left_without_is_named() -> None:
+    base = Net()
+    base.blocks[2].down = base.blocks[0].down
+    base.blocks[1].up.weight, base.blocks[1].up.bias = base.blocks[0].up.weight, base.blocks[0].up.bias
+    base.blocks[1].down.weight, base.blocks[1].down.bias = base.blocks[0].down.weight, base.blocks[0].down.bias
+    with fake_group(2), pytest.warns(UserWarning, match=r"2 units own no parameter.*'blocks\.0', 'blocks\.1'"):
         model, _ = tz.shard(base, None, "zero3", units=[Block])
-        slots = [slot for unit in engine_of(model).units for b in unit.buckets for slot in b.slots]
-    names = [name for slot in slots for name in slot.names]
-    assert len(names) == len(set(names)) == len(list(base.named_parameters(remove_duplicate=False)))
-    assert sum(slot.numel for slot in slots) == sum(p.numel() for p in base.parameters())
+    assert {*owners(model).values()} == {"", "blocks.2"}
 
 
 # -- training awkward models as plain PyTorch does -------------------------------------------------------------
@@ -396,7 +417,7 @@ class Nested(Tree):
 
 
 @pytest.mark.cover(strength=1, turns=2, plan=places)
-@pytest.mark.parametrize("make", [Odd, _tied, _shared_block, _frozen], ids=["odd", "tied", "shared", "frozen"])
+@pytest.mark.parametrize("make", [Odd, _tied, _shared_block, Named, _frozen])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_awkward_models_train_as_in_one_process(plan: str, make: Any) -> None:
     same_as_alone(make(), plan, 4)

@@ -58,15 +58,17 @@ def _children(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _asked_for(model: nn.Module, units: Units, named: str) -> list[str]:
     children = _children(model)
-    finds, running = _finder(children), {name: module for name, module in children if _runs(module)}
+    running = {name: module for name, module in children if _runs(module)}
     names = {id(module): name for name, module in children}
+    under_all_names = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+    finds, own = _finder(under_all_names), {name: names[id(module)] for name, module in under_all_names}
     chosen: set[str] = set()
     for unit in units if isinstance(units, Iterable) and not isinstance(units, type | str) else [units]:
         if not isinstance(unit, type | str):
             raise BadInput(
                 f"{named} has a {type(unit).__name__}: give module classes or names, as Block or 'layers.*'."
             )
-        matches = finds(unit)
+        matches = {own[name] for name in finds(unit)}
         if not any(name in running for name in matches):
             label = unit if isinstance(unit, str) else unit.__name__
             containers = [name for name, _ in children if name in matches]

@@ -1,8 +1,12 @@
-"""The parameters of a model by units: which unit owns each, and what is known of it before anything is allocated."""
+"""The parameters of a model by units: which unit owns each, and what is known of it before anything is allocated.
+
+Modules are told apart by what they are, and not by their names, of which one module may have several: blocks of which
+one object is called many times, or an attribute beside the list of blocks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +16,7 @@ from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.partition.absent_parameters import absent_in_place
 from terrazzo.engine.partition.box import Box, Record, record_of
 
-__all__ = ["Member", "UnitSpec", "parameters_by_names", "partition"]
+__all__ = ["Member", "UnitSpec", "left_without", "parameters_by_names", "partition"]
 
 TiedRanks = Callable[[Sequence[str]], tuple[int, ...]]
 
@@ -30,7 +34,7 @@ class Member:
                    its optimizer is gone                          `Drivers.drop_gone`
 
     Attributes:
-        kinds: classes of the modules that have it, in the order of its names.
+        kinds: classes of the modules that have it, each module once, in the order of its names.
         registered: the dictionaries of parameters in which it stands, by attribute; not the modules, which may hold the
             model itself.
         position: among the parameters of the model, in the order of registration.
@@ -118,17 +122,18 @@ class UnitSpec:
 def partition(model: nn.Module, unit_names: Sequence[str], tied_ranks: TiedRanks | None = None) -> list[UnitSpec]:
     """Assign each parameter to the innermost unit that encloses every module holding it; the root takes the rest.
 
-    A parameter tied across units thus goes to their lowest common ancestor that is a unit. Units left without
-    parameters are dropped, but not those whose parameters other ranks have.
+    A parameter tied across units thus goes to their lowest common ancestor that is a unit; so does that of a module
+    which two units hold. Units left without parameters are dropped, but not those whose parameters other ranks have.
 
     Args:
         tied_ranks: of a parameter's names, `Member.tied_ranks`; None for a model without stages.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     owned: dict[str, list[Member]] = {name: [] for name in ["", *unit_names]}
+    units = _Enclosing({name: modules[name] for name in owned})
     with absent_in_place(model) as elsewhere:  # the parameters of other ranks, and whether each has no values yet
-        for member in _members(model, modules, tied_ranks or _untied):
-            owned[_owner([name.rpartition(".")[0] for name in member.names], owned)].append(member)
+        for member, holders in _members(model, modules, tied_ranks or _untied):
+            owned[units.owner(holders)].append(member)
     forward_only = _forward_only(owned)
     return [
         UnitSpec(
@@ -156,26 +161,27 @@ def _untied(names: Sequence[str]) -> tuple[int, ...]:
     return ()
 
 
-def _members(model: nn.Module, modules: dict[str, nn.Module], tied_ranks: TiedRanks) -> list[Member]:
-    members = []
+def _members(
+    model: nn.Module, modules: dict[str, nn.Module], tied_ranks: TiedRanks
+) -> Iterator[tuple[Member, list[nn.Module]]]:
+    """Each parameter, and the modules that hold it."""
     for position, (names, parameter) in enumerate(_by_names(model).items()):
         paths = [name.rpartition(".") for name in names]
-        holders = tuple((modules[path], attribute) for path, _, attribute in paths)
+        each = {(id(modules[path]), attribute): modules[path] for path, _, attribute in paths}
+        holders = [(module, attribute) for (_, attribute), module in each.items()]
         (module, attribute), *others = holders
-        members.append(
-            Member(
-                names,
-                parameter,
-                kinds=tuple(type(each) for each, _ in holders),
-                registered=tuple((each._parameters, attribute) for each, attribute in holders),
-                position=position,
-                is_table=isinstance(module, nn.Embedding),
-                is_matrix=isinstance(module, nn.Linear) and attribute == "weight" and not others,
-                record=next(filter(None, (record_of(*holder) for holder in holders)), None),
-                tied_ranks=tied_ranks(names),
-            )
+        member = Member(
+            names,
+            parameter,
+            kinds=tuple(type(each) for each, _ in holders),
+            registered=tuple((each._parameters, attribute) for each, attribute in holders),
+            position=position,
+            is_table=isinstance(module, nn.Embedding),
+            is_matrix=isinstance(module, nn.Linear) and attribute == "weight" and not others,
+            record=next(filter(None, (record_of(*holder) for holder in holders)), None),
+            tied_ranks=tied_ranks(names),
         )
-    return members
+        yield member, [module for module, _ in holders]
 
 
 def parameters_by_names(model: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
@@ -194,14 +200,46 @@ def _by_names(model: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
     return {tuple(each): parameter for parameter, each in names.items()}
 
 
-def _owner(holders: list[str], units: Container[str]) -> str:
-    common = holders[0].split(".") if holders[0] else []
-    for holder in holders[1:]:
-        parts = holder.split(".") if holder else []
-        length = 0
-        while length < min(len(common), len(parts)) and common[length] == parts[length]:
-            length += 1
-        common = common[:length]
-    while common and ".".join(common) not in units:
-        common.pop()
-    return ".".join(common)
+class _Enclosing:
+    """Which units enclose a module, by whatever path.
+
+    Args:
+        units: by name, in the order of registration, with the root.
+    """
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        self._around: dict[int, list[str]] = {}
+        for name, unit in units.items():
+            for module in unit.modules() if name else ():
+                self._around.setdefault(id(module), []).append(name)
+        self._depths = {name: frozenset(self._of(module)) for name, module in units.items()}
+
+    def _of(self, module: nn.Module) -> list[str]:
+        return self._around.get(id(module), [])
+
+    def owner(self, holders: Sequence[nn.Module]) -> str:
+        """The innermost unit around all of these modules; the root's name where there is none."""
+        first, *others = ({*self._of(holder)} for holder in holders)
+        common = first.intersection(*others)
+        nested = [name for name in common if all(self._are_nested(name, other) for other in common)]
+        return max(nested, key=lambda name: len(self._depths[name]), default="")
+
+    def _are_nested(self, one: str, other: str) -> bool:
+        """Whether one encloses the other: of two units beside each other neither has what both hold."""
+        return one in self._depths[other] or other in self._depths[one]
+
+
+def left_without(model: nn.Module, unit_names: Iterable[str], specs: Sequence[UnitSpec]) -> list[str]:
+    """Names of the units that own nothing, since modules outside of them have their parameters too.
+
+    Args:
+        specs: all that `partition` has made of these names.
+    """
+    kept = {spec.name for spec in specs}
+    owners = {member.parameter: spec.module for spec in specs for member in (*spec.members, *spec.drawn)}
+
+    def lost(unit: nn.Module) -> bool:
+        inside = {id(module) for module in unit.modules()}
+        return any(id(owners[parameter]) not in inside for parameter in unit.parameters())
+
+    return [name for name in unit_names if name not in kept and lost(model.get_submodule(name))]

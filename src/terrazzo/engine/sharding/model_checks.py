@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from terrazzo.marks import waits_for_root
 from terrazzo.messages import listed, warn
 from terrazzo.words import DTYPE_FIELDS
 
-__all__ = ["check_device", "check_dtypes", "check_max_norm", "check_model"]
+__all__ = ["check_device", "check_dtypes", "check_max_norm", "check_model", "warn_of_left_without"]
 
 
 def _check_module(model: object) -> None:
@@ -250,3 +250,13 @@ def check_device(model: nn.Module, device: torch.device) -> None:
                 f"{name!r} is on {parameter.device}, but the mesh is on {device}. For NCCL, initialise the process "
                 'group with "cpu:gloo,cuda:nccl" and call torch.cuda.set_device(local_rank) first; or pass mesh=.'
             )
+
+
+def warn_of_left_without(units: Sequence[str]) -> None:
+    """Say which units own no parameter, as modules outside of them have theirs too."""
+    if units and dist.get_rank() == 0:
+        warn(
+            f"{len(units)} units own no parameter, because modules outside of them have the same ones: "
+            f"{listed([*map(repr, units)], 5)}. These are gathered with the unit around all that have them; the root "
+            "stays gathered all step. Give units= modules that enclose them, or one module in the place of tied ones."
+        )

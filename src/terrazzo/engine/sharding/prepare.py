@@ -26,7 +26,7 @@ from terrazzo.engine.optim.stock.probe import OptimizerProbe
 from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.partition.packed_members import packed_members
 from terrazzo.engine.partition.unit_choice import Units, find_units
-from terrazzo.engine.partition.unit_members import Member, UnitSpec, partition
+from terrazzo.engine.partition.unit_members import Member, UnitSpec, left_without, partition
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.kept_weights import Keep
@@ -46,7 +46,13 @@ from terrazzo.engine.sharding.compared_facts import (
 from terrazzo.engine.sharding.initial_values import check_initializable
 from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.sharding.mesh_checks import check_group, check_is_mesh, check_kind, check_mesh
-from terrazzo.engine.sharding.model_checks import check_device, check_dtypes, check_max_norm, check_model
+from terrazzo.engine.sharding.model_checks import (
+    check_device,
+    check_dtypes,
+    check_max_norm,
+    check_model,
+    warn_of_left_without,
+)
 from terrazzo.engine.sharding.packed_checks import check_packed
 from terrazzo.engine.sharding.replica_checks import check_diloco, check_fragments
 from terrazzo.engine.sharding.settings_checks import (
@@ -178,6 +184,7 @@ def _read_arguments(
     names, why_units = find_units(model, options.units)
     stages = stages_of(model)
     drawn = partition(model, names, None if stages is None else stages.tied_ranks)
+    warn_of_left_without(left_without(model, names, drawn))
     specs = [spec for spec in drawn if spec.members]
     check_initializable(model)
     check_hooks((member for spec in specs for member in spec.members), precision)
