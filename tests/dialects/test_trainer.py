@@ -35,6 +35,7 @@ transformers = pytest.importorskip("transformers", reason="TrainingArguments are
 trainer_optimizer = pytest.importorskip("transformers.trainer_optimizer")
 
 FSDP = {"output_dir": "out", "fsdp": True}
+BARE = {"zero_optimization": {"stage": 2}}
 ZERO = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "plain": {
@@ -129,6 +130,9 @@ def test_the_writer_says_what_the_reader_reads(label: str) -> None:
             ["loaded", "bf16", "fp32", "fp32", "loaded", "loaded"],
         ),
         ({"deepspeed": ZERO, "bf16": True}, ["bf16", "bf16", "bf16", "bf16", "fp32", "bf16"]),
+        ({"deepspeed": BARE, "bf16": True}, ["bf16", "bf16", "bf16", "bf16", "fp32", "bf16"]),
+        ({"deepspeed": BARE, "fp16": True}, ["fp16", "fp16", "fp16", "fp16", "fp32", "fp16"]),
+        ({"deepspeed": BARE}, ["fp32"] * 6),
     ],
 )
 def test_precision_is_pinned_by_what_stands_under_it(document: dict[str, Any], row: list[str]) -> None:
@@ -267,6 +271,20 @@ def test_auto_inside_is_resolved_and_reported() -> None:
     outcome = verdicts("trainer", document)["deepspeed.train_micro_batch_size_per_gpu"]
     assert outcome.kind == "defaulted"
     assert "per_device_train_batch_size" in outcome.why
+
+
+def test_a_field_switches_on_the_section_of_16_bits_that_deepspeeds_document_lacks(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(BARE))
+    for inner in (BARE, "ds.json"):
+        document = {"deepspeed": inner, "bf16": True, "fp16": False}
+        assert described("trainer", document, folder=tmp_path)["precision.compute"].keys == ("bf16",)
+        assert {key.partition(".")[0] for key in verdicts("trainer", document, folder=tmp_path)} == set(document)
+        assert_agrees_or_says("trainer", document, folder=tmp_path)
+    off = {"deepspeed": {**BARE, "bf16": {"enabled": False}}, "bf16": True}
+    assert described("trainer", off).value("precision.compute") == "fp32"
+    assert "bf16" in str([*findings_by_key("trainer", off)])
+    other = findings_by_key("trainer", {"deepspeed": {**BARE, "fp16": {"enabled": True}}, "bf16": True})
+    assert any(finding.level == "error" for finding in other.values())
 
 
 def test_an_optimizer_in_8_bits_is_the_trainers_unless_deepspeed_has_its_own() -> None:

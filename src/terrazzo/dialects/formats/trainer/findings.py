@@ -12,7 +12,7 @@ from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings, resolve_auto
 from terrazzo.dialects.formats.shared.accelerate_stack import AXES, axis_faults
 from terrazzo.dialects.formats.trainer.keys import GONE, MATCHED, POLYNOMIAL_END, RENAMED
-from terrazzo.dialects.formats.trainer.trainer_reader import default_of
+from terrazzo.dialects.formats.trainer.trainer_reader import completed, default_of
 from terrazzo.documents.dotted_keys import flatten
 
 __all__ = ["findings"]
@@ -146,6 +146,7 @@ def _deepspeed(document: ConfigDocument, values: Mapping[str, Any], context: Rea
         return
     told = {field: value for field, value in values.items() if value is not None}
     within = replace(context, trainer={"output_dir": None, **told})
+    inner, _ = completed(inner, within.trainer)
     for key, field, text in _mismatches(DEEPSPEED.read(inner, within).values, flatten(inner), within):
         where, what = ("deepspeed", f"{key}: {text}") if named else (f"deepspeed.{key}", text)
         yield Finding.error(f"{where}, {field}", what)

@@ -15,7 +15,7 @@ from terrazzo.dialects.formats.trainer.keys import ALIASES, FIELDS, FSDP_KEYS, G
 from terrazzo.documents.dotted_keys import flatten, without
 from terrazzo.messages import did_you_mean
 
-__all__ = ["TrainerReader", "canonical_key", "default_of", "is_before"]
+__all__ = ["TrainerReader", "canonical_key", "completed", "default_of", "is_before"]
 
 _OPAQUE: tuple[str, ...] = ("lr_scheduler_kwargs", "fsdp_config.xla_fsdp_settings", "parallelism_config.tp_handler")
 _OPAQUE += ("parallelism_config.cp_handler", "parallelism_config.sp_handler", "distributed_config.fsdp_plan")
@@ -48,6 +48,32 @@ def canonical_key(key: str) -> str:
         return f"fsdp_config.{key.removeprefix(_PREFIX)}"
     head, dot, rest = key.partition(".")
     return f"{_TODAY.get(head, head)}{dot}{rest}"
+
+
+def completed(document: ConfigDocument, fields: Mapping[str, Any]) -> tuple[ConfigDocument, str]:
+    """A DeepSpeed document as it is handed on, and the section that it got: Accelerate's plugin switches on, where the
+    document has no such section, the type of 16 bits that TrainingArguments ask for.
+    """
+    low = next((name for name in ("fp16", "bf16") if fields.get(name) is True), "")
+    if not low or low in document:
+        return document, ""
+    return {**document, low: {"enabled": True}}, low
+
+
+def _read_completed(document: ConfigDocument, context: ReadingContext, file: Any = None) -> Nested:
+    """The DeepSpeed document, read as it is handed on; what a field has added to it is said by that field alone."""
+    whole, field = completed(document, context.trainer)
+    nested = read_nested(DEEPSPEED, whole, context, "deepspeed", file=file)
+    if not field:
+        return nested
+    inner, added = nested.inner.description, f"deepspeed.{field}"
+    settings = dict(nested.settings)
+    for path in [path for path in settings if f"{field}.enabled" in inner[path].keys]:
+        others = [key for key in settings[path].keys if file is None and not key.startswith(f"{added}.")]
+        settings[path] = replace(settings[path], key=", ".join((field, *others)))
+    verdicts = tuple(verdict for verdict in nested.verdicts if not verdict.key.startswith(f"{added}."))
+    extras = tuple(extra for extra in nested.extras if not extra.key.startswith(f"{added}."))
+    return replace(nested, settings=settings, verdicts=verdicts, extras=extras)
 
 
 class TrainerReader(Reader):
@@ -88,7 +114,7 @@ class TrainerReader(Reader):
         value = document["deepspeed"]
         context = replace(self.context, trainer={**self._fields(), **dict(self.context.trainer)})
         if isinstance(value, Mapping) and value:
-            self.nested = read_nested(DEEPSPEED, value, context, "deepspeed")
+            self.nested = _read_completed(value, context)
             return
         self.flat["deepspeed"] = value
         if not value:
@@ -98,7 +124,7 @@ class TrainerReader(Reader):
         if fault:
             self.refuse("deepspeed", fault)
         else:
-            self.nested = read_nested(DEEPSPEED, inner, context, "deepspeed", file=value)
+            self.nested = _read_completed(inner, context, value)
             self.mark("deepspeed", "applied")
 
     def _fields(self) -> dict[str, Any]:
