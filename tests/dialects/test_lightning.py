@@ -28,6 +28,7 @@ from terrazzo.dialects.formats.lightning.keys import (
 )
 from terrazzo.dialects.formats.lightning.precision import WORDS
 from terrazzo.dialects.registry import dialect
+from terrazzo.engine import DTYPE_NAMES
 from tests.dialects.peers import (
     assert_agrees_or_says,
     converted,
@@ -141,6 +142,38 @@ def test_every_key_of_the_inventory_has_a_verdict(name: str) -> None:
 )
 def test_precision_is_pinned(document: dict[str, Any], row: list[str]) -> None:
     assert precision("lightning", document) == row
+
+
+@pytest.mark.parametrize(
+    ("strategy", "word", "row"),
+    [
+        ("ddp", "32-true", ["bf16"] * 6),
+        ("ddp", "64-true", ["fp64"] * 6),
+        ("ddp", "16-true", ["fp16"] * 6),
+        ("ddp", "16-mixed", ["bf16", "fp16", "bf16", "bf16", "bf16", "bf16"]),
+        ("fsdp", "32-true", ["fp32"] * 6),
+        ("fsdp", "bf16-mixed", ["bf16"] * 6),
+    ],
+)
+def test_weights_stay_as_they_are_loaded_unless_the_word_casts_them(strategy: str, word: str, row: list[str]) -> None:
+    assert precision("lightning", {"strategy": strategy, "precision": word}, load_dtype="bf16") == row
+    library = pytest.importorskip("lightning.pytorch.plugins.precision", reason="Lightning itself")
+    plain = {"32-true": "Precision", "64-true": "DoublePrecision"}
+    if strategy == "fsdp":
+        plugin = library.FSDPPrecision(word)
+    elif word.endswith("-mixed"):
+        plugin = library.MixedPrecision(word, "cpu")
+    else:
+        plugin = getattr(library, plain[word])() if word in plain else library.HalfPrecision(word)
+    weight = plugin.convert_module(torch.nn.Linear(2, 2, dtype=torch.bfloat16)).weight
+    assert DTYPE_NAMES[weight.dtype] == row[0]
+
+
+def test_masters_that_the_loaded_model_does_not_have_are_told() -> None:
+    for name, lossy in (("fp32", True), ("bf16-pure", False)):
+        conversion = converted("terrazzo", "lightning", {"plan": "zero0", "precision": name}, load_dtype="bf16")
+        (told,) = [each for each in conversion.verdicts if each.key == "precision"]
+        assert (told.kind == "lossy") is lossy, told
 
 
 def test_sums_over_micro_batches_are_narrow_under_fsdp_and_it_is_told() -> None:

@@ -35,23 +35,24 @@ _DTYPES = {"16": "fp16", "bf16": "bf16", "32": "fp32", "64": "fp64"}
 
 
 def precision_row(
-    strategy: str, word: Setting[Any], policy: Mapping[str, Setting[Any]] | None = None
+    strategy: str, word: Setting[Any], loaded: str, policy: Mapping[str, Setting[Any]] | None = None
 ) -> SettingsByPath:
     """The dtype of every state, under a word of `WORDS`.
 
-    `true` stores the weights in the word's type, and casts buffers with them; `mixed` keeps fp32 weights, and runs the
-    forward under autocast. FSDP gathers and reduces in the word's type, and casts buffers to it. DDP reduces in the
-    type of the weights, and as `32-true` leaves buffers alone.
+    `true` stores the weights in the word's type, and casts buffers with them; `mixed` keeps them as they are loaded,
+    and runs the forward under autocast. FSDP gathers and reduces in the word's type, and casts buffers to it. DDP
+    reduces in the type of the weights, and as `32-true` leaves weights and buffers alone.
 
     Args:
         strategy: its class.
+        loaded: the dtype of the weights before the strategy gets them.
         policy: what FSDPStrategy's `mixed_precision` says, in place of the word: `compute`, which is the type of
             gathered weights, `reduce` and `buffers`, as far as they are given. None: there is none.
     """
     name, _, way = word.value.partition("-")
-    narrow, stored = _DTYPES[name], _DTYPES[name] if way == "true" else "fp32"
-    sharded = strategy == "FSDPStrategy"
-    cast = way == "true" and (sharded or name != "32")
+    sharded, cast = strategy == "FSDPStrategy", _casts(strategy, word.value)
+    stored = _DTYPES[name] if cast else loaded
+    narrow = _DTYPES[name] if way == "mixed" else stored
     row = dict.fromkeys(PARAMETER_DTYPES, stored) | {"compute": narrow, "buffers": stored if cast else LOADED}
     if sharded and policy is None:
         row |= {"reduce": narrow, "buffers": narrow}
@@ -69,13 +70,22 @@ def precision_row(
     return {**settings, **{f"precision.{state}": setting for state, setting in told.items()}}
 
 
-def gathered_in(strategy: str, word: str, policy: Mapping[str, Setting[Any]] | None, version: tuple[int, ...]) -> str:
+def _casts(strategy: str, word: str) -> bool:
+    """Whether the weights are cast to the word's type, whatever they are loaded in; else they stay so."""
+    name, _, way = word.partition("-")
+    return way == "true" and (strategy == "FSDPStrategy" or name != "32")
+
+
+def gathered_in(
+    strategy: str, word: str, loaded: str, policy: Mapping[str, Setting[Any]] | None, version: tuple[int, ...]
+) -> str:
     """The dtype of weights inside modules, whatever autocast makes of them: FSDP gathers them in one of its own."""
     name, _, way = word.partition("-")
-    stored = _DTYPES[name] if way == "true" else "fp32"
     if strategy == "FSDPStrategy" and policy is not None:
+        stored = _DTYPES[name] if _casts(strategy, word) else loaded
         return str(policy["compute"].value) if "compute" in policy else stored
-    return stored if strategy == "FSDPStrategy" and version < GATHERS_NARROW else _DTYPES[name]
+    in_fp32 = strategy == "FSDPStrategy" and way == "mixed" and version < GATHERS_NARROW
+    return "fp32" if in_fp32 else _DTYPES[name]
 
 
 def dtype_of_sums(gathered: str, word: Setting[Any], micro_batches: Setting[Any]) -> SettingsByPath:

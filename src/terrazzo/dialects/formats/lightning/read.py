@@ -13,6 +13,7 @@ from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, NAMED, TRAINER, 
 from terrazzo.dialects.formats.lightning.precision import LAST, POLICY, dtype_of_sums, gathered_in, precision_row
 from terrazzo.dialects.formats.lightning.read_loop import arguments_of, read_loop
 from terrazzo.dialects.formats.lightning.read_strategy import Strategy, read_strategy
+from terrazzo.dialects.formats.shared.fsdp_policy import load_dtype
 from terrazzo.dialects.formats.shared.plan_rows import in_one_group
 from terrazzo.messages import did_you_mean
 
@@ -102,8 +103,9 @@ class _Read:
         if strategy.kind == "FSDPStrategy" and strategy.arguments.get("mixed_precision") is not None:
             told = {state: strategy_settings[f"precision.{state}"] for state in POLICY}
             policy = {state: setting for state, setting in told.items() if setting.origin == "file"}
-        row = precision_row(strategy.kind, word, policy)
-        gathered = gathered_in(strategy.kind, word.value, policy, self.context.version("lightning", LAST))
+        loaded, release = load_dtype(self.context, True), self.context.version("lightning", LAST)
+        row = precision_row(strategy.kind, word, loaded, policy)
+        gathered = gathered_in(strategy.kind, word.value, loaded, policy, release)
         if gathered != row["precision.compute"].value and word.value.endswith("-mixed"):
             why = f"weights are gathered in {gathered}, and autocast computes in {row['precision.compute'].value}"
             self.reader.mark(f"{self.prefix}precision", "lossy", why)

@@ -29,6 +29,7 @@ from terrazzo.dialects.formats.lightning.keys import KEYS
 from terrazzo.dialects.formats.lightning.model_checkpoint import write_saving
 from terrazzo.dialects.formats.lightning.precision import LAST, POLICY, WORDS, dtype_of_sums, gathered_in, precision_row
 from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, filled, joined, placed, resolve_auto
+from terrazzo.dialects.formats.shared.fsdp_policy import load_dtype
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, wants_deepspeed
 from terrazzo.dialects.formats.shared.launcher import write_ranks
 from terrazzo.dialects.formats.shared.plan_rows import is_split
@@ -251,10 +252,11 @@ def _row(
 ) -> SettingsByPath:
     """What a word does, with sums over the micro-batches that a step has."""
     told: Setting[Any] = Setting(word, "file")
-    row = precision_row(kind, told, policy)
+    loaded = load_dtype(context, True)
+    row = precision_row(kind, told, loaded, policy)
     if kind != "FSDPStrategy":
         return row
-    gathered = gathered_in(kind, word, policy, context.version("lightning", LAST))
+    gathered = gathered_in(kind, word, loaded, policy, context.version("lightning", LAST))
     return row | dtype_of_sums(gathered, told, draft.setting("batch.accumulation"))
 
 
