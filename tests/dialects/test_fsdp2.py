@@ -250,6 +250,36 @@ def test_replicas_alone_are_plain_replication() -> None:
     assert verdicts("fsdp2", document)["mesh"].kind == "refused"  # nothing says what a is
 
 
+def test_shards_over_context_parallel_ranks_alone_are_shards() -> None:
+    mesh = {"dp_replicate": 2, "dp_shard": 1, "cp": 4}
+    dims = {"shard": ["dp_shard", "cp"], "replicate": "dp_replicate"}
+    document = {"mesh": mesh, "dp_mesh_dims": dims}
+    description = described("fsdp2", document)
+    assert description.row == "hybrid_shard"
+    assert [description.value(f"mesh.{axis}") for axis in mesh] == [2, 1, 4]
+    flat = {"mesh": {"dp_shard": 1, "cp": 4}, "dp_mesh_dims": {"shard": ["dp_shard", "cp"]}}
+    assert described("fsdp2", flat).row == "zero3"
+    assert described("fsdp2", {**flat, "reshard_after_forward": 4}).row == "zero3"
+    assert described("fsdp2", {**document, "dp_mesh_dims": {**dims, "shard": "dp_shard"}}).row == "zero0"
+    partial = {**flat, "mesh": {"dp_shard": 2, "cp": 4}, "reshard_after_forward": 4}
+    assert "context parallel ranks" in verdicts("fsdp2", partial)["reshard_after_forward"].why
+    assert_agrees_or_says("fsdp2", document)
+
+
+@pytest.mark.parametrize("target", ["fsdp1", "fsdp2"])
+def test_masters_that_are_loaded_in_another_dtype_are_told(target: str) -> None:
+    document = {"plan": "zero3", "precision": "bf16"}
+    conversion = converted("terrazzo", target, document, load_dtype="bf16")
+    assert conversion.after.value("precision.master") == "bf16"
+    (told,) = [each for each in conversion.verdicts if each.key == "precision"]
+    assert (told.kind, "load it in fp32" in told.why) == ("lossy", True)
+    for name, dtype in (("bf16-pure", "bf16"), ("bf16", "fp32"), ("bf16", None)):
+        context = {"load_dtype": dtype} if dtype else {}
+        conversion = converted("terrazzo", target, {**document, "precision": name}, **context)
+        (told,) = [each for each in conversion.verdicts if each.key == "precision"]
+        assert "load it in" not in told.why, (name, dtype)
+
+
 @pytest.mark.parametrize("target", ["terrazzo", "torchtitan"])
 def test_shards_that_context_parallel_ranks_do_not_share_are_told(target: str) -> None:
     mesh = {"dp": 4, "cp": 2}

@@ -25,7 +25,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT, librar
     leave_to_launcher(draft)
     write_wrap_policy(draft, "auto_wrap_policy")
     draft.option("units.ignored", "ignored_states")
-    write_policy(draft, FSDP1_POLICY)
+    write_policy(draft, FSDP1_POLICY, context)
     if write_offload(draft, "cpu_offload.offload_params"):
         draft.implied("offload.pin") if draft.value("offload.pin", True) else draft.lossy(
             "offload.pin", "FSDP1 always pins"

@@ -29,12 +29,22 @@ _ROWS_BY_KEEPING = {False: ("zero3", "hybrid_shard"), True: ("shard_grad_op", "h
 
 @dataclass
 class _Mesh:
-    """Data axes and others of a mesh as the document names it; None: a size that is left open."""
+    """Data axes and others of a mesh as the document names it; None: a size that is left open.
+
+    Attributes:
+        joined: ranks along `cp` that the shards are split over as well.
+    """
 
     replicas: int | None = 1
     shards: int | None = None
+    joined: int | None = 1
     others: dict[str, int | None] = field(default_factory=dict)
     in_document: bool = False
+
+    @property
+    def parts(self) -> int | None:
+        """How many parts each state is split into, if that is known."""
+        return product((self.shards, self.joined))
 
     @property
     def keys(self) -> Setting[Any]:
@@ -79,7 +89,7 @@ def _by_order(reader: Reader, sizes: dict[str, int | None], others: dict[str, in
     if not 1 <= len(values) <= 2:
         reader.refuse("mesh", f"it has {len(values)} data axes; fully_shard takes shards, or replicas and shards")
         return _Mesh(others=others)
-    return _Mesh(values[0] if len(values) == 2 else 1, values[-1], others, in_document=True)
+    return _Mesh(values[0] if len(values) == 2 else 1, values[-1], others=others, in_document=True)
 
 
 def _by_name(reader: Reader, sizes: dict[str, int | None], shard: tuple[str, ...], replicate: tuple[str, ...]) -> _Mesh:
@@ -94,8 +104,8 @@ def _by_name(reader: Reader, sizes: dict[str, int | None], shard: tuple[str, ...
     if others.get("cp", 1) != 1 and "cp" not in shard:
         why = "of ranks along cp each has the same shards there, and elsewhere these are split over them, too"
         reader.mark("dp_mesh_dims.shard", "lossy", why)
-    shards = product(sizes[name] for name in shard if name not in MESH_ORDER)
-    return _Mesh(product(sizes[name] for name in replicate), shards, others, in_document=True)
+    shards, joined = (product(sizes[name] for name in shard if (name == "cp") is cp) for cp in (False, True))
+    return _Mesh(product(sizes[name] for name in replicate), shards, joined, others, in_document=True)
 
 
 def product(sizes: Any) -> int | None:
@@ -116,14 +126,14 @@ def _row(reader: Reader, mesh: _Mesh) -> SettingsByPath:
     reshard = reader.take(key)
     if raw is None:
         reader.mark(key, "defaulted", "none: freed after forward, except for the root, which backward needs first")
-    if mesh.in_document and mesh.shards == 1 and raw is not None:
+    if mesh.in_document and mesh.parts == 1 and raw is not None:
         reader.keep(key, "over a single rank nothing is split", loss="harmless")
     return _plain(mesh, reshard)
 
 
 def _plain(mesh: _Mesh, reshard: Setting[Any]) -> SettingsByPath:
     row = _ROWS_BY_KEEPING[not reshard.value][mesh.replicas != 1]
-    if mesh.shards == 1 and mesh.in_document:
+    if mesh.parts == 1 and mesh.in_document:
         row = "zero0"
     where = mesh.keys
     sources = (reshard, where) if mesh.replicas != 1 or row == "zero0" else (reshard,)
@@ -139,15 +149,16 @@ def _partial(reader: Reader, mesh: _Mesh, size: int) -> SettingsByPath:
     """A number for `reshard_after_forward`."""
     key = "reshard_after_forward"
     number = reader.take_as(key, integer(1))
-    whole = mesh.shards
+    whole = mesh.parts
     if number.value is None or (whole is not None and whole % size):
         reader.refuse(key, f"it is {size}, expected true, false, or a divisor of the {whole or 'shard'} ranks")
         return _plain(mesh, Setting(True, "default", key))
     if size in (1, whole):
         reader.mark(key, "renamed", f"{size} ranks: the same as {str(size != 1).lower()}")
         return _plain(mesh, Setting(size != 1, "file", key))
-    if mesh.replicas != 1:
-        why = f"a second group of {size} ranks inside the shards of every replica is no row of the table: freed instead"
+    if mesh.replicas != 1 or mesh.joined != 1:
+        of = "every replica" if mesh.joined == 1 else "data and context parallel ranks"
+        why = f"a second group of {size} ranks inside the shards of {of} is no row of the table: freed instead"
         reader.mark(key, "lossy", why)
         return _plain(mesh, Setting(True, "default", key))
     replicas = None if whole is None else whole // size

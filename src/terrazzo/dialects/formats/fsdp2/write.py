@@ -18,7 +18,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     draft = Draft(description, "FSDP2", KEYS)
     write_sharding(draft, context)
     _units(draft)
-    write_policy(draft, FSDP2_POLICY)
+    write_policy(draft, FSDP2_POLICY, context)
     _offload(draft)
     for way in ("forward", "backward"):
         draft.option(f"prefetch.{way}", f"set_modules_to_{way}_prefetch")

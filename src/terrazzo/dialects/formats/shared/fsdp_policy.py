@@ -88,15 +88,17 @@ def keep_casts(reader: Reader, *keys: str) -> None:
             reader.keep(key, why, loss="harmless" if switch.value == reader.keys[key].default else "lossy")
 
 
-def write_policy(draft: Draft, policy: Policy) -> None:
+def write_policy(draft: Draft, policy: Policy, context: ReadingContext) -> None:
     """Write the dtypes, always both that a policy has: what it means to leave one out has changed in torch."""
     if not draft.is_set("precision.compute"):
         return
     master = draft.value("precision.master") or draft.value("precision.weight", LOADED)
-    _write_dtypes(draft, policy, master)
-    _third(draft, policy, master)
-    _stored(draft, master)
-    _accumulated(draft, policy, master)
+    told = load_dtype(context, False)
+    loaded = None if told == LOADED else told
+    _write_dtypes(draft, policy, loaded or master)
+    _third(draft, policy, loaded or master)
+    _stored(draft, master, loaded)
+    _accumulated(draft, policy, master, loaded)
     if draft.value("precision.loss_scaling") or draft.value("precision.static_loss_scale"):
         scaling = ("precision.loss_scaling", "precision.static_loss_scale")
         draft.lossy(scaling, f"the loop scales the loss: use {policy.scaler}")
@@ -105,21 +107,21 @@ def write_policy(draft: Draft, policy: Policy) -> None:
         draft.lossy("precision.autocast", why, f"{policy.section}.param_dtype")
 
 
-def _write_dtypes(draft: Draft, policy: Policy, master: str) -> None:
+def _write_dtypes(draft: Draft, policy: Policy, stored: str) -> None:
     compute = draft.value("precision.compute")
     reduce = draft.value("precision.reduce", compute)
     for path, value, name in (("compute", compute, "param_dtype"), ("reduce", reduce, "reduce_dtype")):
         where, key = f"precision.{path}", f"{policy.section}.{name}"
         if value in TORCH_NAMES:
             draft.put(where, key, TORCH_NAMES[value])
-        elif value == master:
+        elif value == stored:
             draft.implied(where)
         else:
             why = "it has the dtype in which the model is loaded; float32 is written: say --load-dtype"
             draft.put(where, key, "float32", why, "lossy")
 
 
-def _third(draft: Draft, policy: Policy, master: str) -> None:
+def _third(draft: Draft, policy: Policy, stored: str) -> None:
     """Buffers and outputs: one of the two can be said, the other is what the library does."""
     third, name = policy.third
     key = f"{policy.section}.{name}"
@@ -131,18 +133,26 @@ def _third(draft: Draft, policy: Policy, master: str) -> None:
             draft.implied(path, f"{draft.library} leaves it in {kept}" if state == "output" else "")
         elif state == third and value in TORCH_NAMES:
             draft.put(path, key, TORCH_NAMES[value])
-        elif state == "buffers" and value == master:
-            draft.implied(path, f"they keep the dtype in which the model is loaded: {master}, as the masters do")
+        elif state == "buffers" and value == stored:
+            draft.implied(path, f"they keep the dtype in which the model is loaded: {stored}, as the masters do")
         else:
             draft.lossy(path, f"{draft.library} leaves {state} in {kept}: cast them in the model")
 
 
-def _stored(draft: Draft, master: str) -> None:
-    """Storage, master weights, moments and what is saved: one dtype, that of the model when it is wrapped."""
+def _stored(draft: Draft, master: str, loaded: str | None) -> None:
+    """Storage, master weights, moments and what is saved: one dtype, that of the model when it is wrapped.
+
+    Args:
+        loaded: that dtype, where it is known.
+    """
     states = ("precision.weight", "precision.master", "precision.moments", "precision.saved")
     for path in states:
         value = draft.value(path, master)
-        if value != master and (path != "precision.weight" or master not in ("fp32", LOADED)):
+        if value == loaded:
+            draft.implied(path)
+        elif loaded is not None and master != loaded:
+            draft.lossy(path, f"parameters keep {loaded}, in which the model is loaded: load it in {master}")
+        elif value != master and (path != "precision.weight" or master not in ("fp32", LOADED)):
             draft.lossy(path, f"{draft.library} keeps it in the dtype of the parameters, {master}")
         elif value != master:
             draft.implied(path, f"the one copy kept is the master in {master}, cast at each gather: the same numbers")
@@ -152,10 +162,14 @@ def _stored(draft: Draft, master: str) -> None:
             draft.lossy(path, f"parameters keep the dtype in which the model is loaded: load it in {master}")
 
 
-def _accumulated(draft: Draft, policy: Policy, master: str) -> None:
+def _accumulated(draft: Draft, policy: Policy, master: str, loaded: str | None) -> None:
     """Each micro-batch's gradients are reduced, unless the loop switches that off."""
     path = "precision.accumulate"
-    if draft.value(path, master) != master:
+    if draft.value(path, master) == loaded:
+        draft.implied(path)
+    elif loaded is not None and master != loaded:
+        draft.lossy(path, f"gradients are summed in {loaded}, in which the model is loaded: load it in {master}")
+    elif draft.value(path, master) != master:
         draft.lossy(path, f"{policy.library} sums reduced gradients in the dtype of the parameters, {master}")
     elif master in ("fp32", LOADED):
         draft.implied(path)
