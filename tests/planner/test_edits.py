@@ -82,6 +82,13 @@ def test_a_smaller_micro_batch_and_offload_are_among_the_edits() -> None:
     assert ask(CASES["a layer"]).best.edits[0].options == "--ac full --tp 2"  # at hand as whole layers are 27 GiB
 
 
+def test_a_batch_that_fits_only_at_once_is_offered_so() -> None:
+    """Two micro-batches or more add up whole gradients, 30 GiB of 8 B parameters in fp32."""
+    asked = replace(H100, gpus=16, gpu="a100-sxm4-40gb", strategy="zero1", sequence=1024, global_batch=64)
+    options = [edit.options for edit in ask(replace(asked, checkpointing="full")).best.edits]
+    assert "--micro-batch 4" in options
+
+
 def test_more_gpus_with_layers_in_parts_are_offered_where_more_alone_do_not_surely_fit() -> None:
     asked = Request("llama3-405b", 8, gpu="h100", sequence=2048)
     more = [edit for edit in ask(asked).best.edits if "--gpus" in edit.options]

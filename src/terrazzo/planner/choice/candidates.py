@@ -208,7 +208,7 @@ def _sizes(named: int | None, largest: int) -> tuple[int, ...]:
 
 def _tensor_sizes(named: int | None, model: ModelShape, near: int) -> tuple[int, ...]:
     """Sizes of tp to try: powers of two up to the ranks that need no network, as far as heads can be shared."""
-    if named is not None or not any(unit.block for unit in model.repeated):
+    if named is not None or not model.blocks:
         return (named or 1,)
     return tuple(size for size in _sizes(None, near) if shares_all_heads(model, size))
 
@@ -217,9 +217,8 @@ def _modes(request: Request, model: ModelShape, tp: int, cp: int) -> tuple[Mode,
     """The modes of attention over shared sequences that heads and windows allow; `gather` always is one."""
     if request.context is not None or cp == 1:
         return (request.context or CONTEXT,)
-    blocks = [unit.block for unit in model.repeated if unit.block]
-    by_heads = all(shares_heads(block.heads, cp, tp) for block in blocks)
-    slides = any(block.window is not None for block in blocks)
+    by_heads = all(shares_heads(block.heads, cp, tp) for block in model.blocks)
+    slides = any(block.window is not None for block in model.blocks)
     return tuple(mode for mode in MODES if (mode != "ulysses" or by_heads) and (not slides or computes_windows(mode)))
 
 

@@ -32,10 +32,9 @@ def decoder_section(shape: ModelShape, model: ModelSource) -> dict[str, Any]:
     Raises:
         BadInput: the section has no key for what the model is, so that a run would train another one.
     """
-    blocks = [unit.block for unit in shape.repeated if unit.block is not None]
-    if not blocks:
+    if not shape.blocks:
         raise _no_key(shape, "what its one unit computes is not known")
-    block, ffn = blocks[0], {"ffn_dim": blocks[0].ffn}
+    block, ffn = shape.blocks[0], {"ffn_dim": shape.blocks[0].ffn}
     sizes = {"vocab_size": shape.vocab, "dim": block.hidden, "layers": shape.layers, "heads": block.heads}
     sizes |= {"kv_heads": block.kv_heads, "tie_embeddings": shape.tied}
     beside = _beside_sizes(shape, _config_of(model))
@@ -52,7 +51,7 @@ def decoder_section(shape: ModelShape, model: ModelSource) -> dict[str, Any]:
     else:
         section |= ffn
     if _computed(shape_of_config(described, shape.name)) != _computed(shape):
-        unknown = any(block.dropout for block in blocks) and not described["dropout"]
+        unknown = any(block.dropout for block in shape.blocks) and not described["dropout"]
         raise _no_key(shape, "how much it drops is not known" if unknown else "its layers are not of one pattern")
     return section | beside
 

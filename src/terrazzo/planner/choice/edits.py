@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from terrazzo.engine import MOMENTS_NAMES, PRECISIONS, Plan, StateFormat
 from terrazzo.errors import BadInput
 from terrazzo.parallel.transformers_support import CHANGED_LOGITS
-from terrazzo.planner.choice.candidates import LONG_SEQUENCE, MOST_CONTEXT
+from terrazzo.planner.choice.candidates import LONG_SEQUENCE
 from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.report.estimates import Edit, Estimate
 from terrazzo.planner.setup.build_setup import MOST_TRIED
@@ -232,8 +232,11 @@ def _recomputing(here: Changed[Request], setup: Setup) -> Iterator[Changed[Reque
 
 
 def _smaller(here: Changed[Request], setup: Setup) -> Iterator[Changed[Request]]:
+    """Halves of the micro-batch, and all that a rank has of a batch at once, which has no gradients to add up."""
     for shift in range(1, setup.micro_batch.bit_length()):
         yield also(here, micro_batch=setup.micro_batch >> shift)
+    if setup.micro_batches > 1 and here.made.global_batch is not None:
+        yield also(here, micro_batch=-(-here.made.global_batch // setup.mesh.batch_ranks))
 
 
 def _has_logits(here: Changed[Request], setup: Setup) -> bool:
@@ -342,7 +345,7 @@ def parted_axes(setup: Setup) -> Iterator[dict[str, Any]]:
     count = setup.cluster.count
     layers = _doubled(min(setup.cluster.device.near_ranks, count) if setup.mesh.tp == 1 else 1)
     long = setup.mesh.cp == 1 and setup.sequence >= LONG_SEQUENCE
-    sequences = _doubled(min(MOST_CONTEXT, count) if long else 1)
+    sequences = _doubled(count if long else 1)
     for tp, cp in sorted(product(layers, sequences), key=lambda axes: (math.prod(axes), axes[1])):
         if 1 < tp * cp <= count:
             yield {axis: size for axis, size in (("tp", tp), ("cp", cp)) if size > 1}

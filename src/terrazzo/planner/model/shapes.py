@@ -261,6 +261,11 @@ class ModelShape:
         return self.units[1:]
 
     @cached_property
+    def blocks(self) -> tuple[BlockShape, ...]:
+        """What the units beside the root compute, of each kind of them; nothing of those of which it is not known."""
+        return tuple(unit.block for unit in self.repeated if unit.block is not None)
+
+    @cached_property
     def computes(self) -> bool:
         """Whether it is known what every block computes, and so what a step takes beside states."""
         return bool(self.repeated) and all(unit.block for unit in self.repeated)
@@ -268,12 +273,12 @@ class ModelShape:
     @cached_property
     def soft_caps(self) -> bool:
         """Whether attention caps its scores, in any block."""
-        return any(unit.block is not None and unit.block.soft_cap for unit in self.repeated)
+        return any(block.soft_cap for block in self.blocks)
 
     @cached_property
     def experts(self) -> int:
         """Routed experts of a block, at most; 0 of a model without."""
-        return max((unit.block.experts for unit in self.repeated if unit.block), default=0)
+        return max((block.experts for block in self.blocks), default=0)
 
     @cached_property
     def layers(self) -> int:
@@ -287,7 +292,7 @@ class ModelShape:
     @cached_property
     def hidden(self) -> int:
         """Width of the residual stream; 0 for a bare number of parameters."""
-        return next((unit.block.hidden for unit in self.repeated if unit.block), 0)
+        return next((block.hidden for block in self.blocks), 0)
 
     @cached_property
     def numel(self) -> int:

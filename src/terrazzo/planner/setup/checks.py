@@ -203,9 +203,7 @@ def _check_blocks(setup: Setup) -> None:
     `ulysses` ranks along cp share out the heads of each.
     """
     model, tp = setup.model, setup.mesh.tp
-    for block in (unit.block for unit in model.repeated):
-        if block is None:
-            continue
+    for block in model.blocks:
         sizes = {"heads": block.heads, "kv_heads": block.kv_heads}
         sizes |= {"ffn": block.ffn} if setup.as_megatron else {}
         for name, size in sizes.items():
@@ -293,5 +291,4 @@ def _check_experts(setup: Setup) -> None:
 
 def shares_all_heads(model: ModelShape, tp: int) -> bool:
     """Whether ranks along `tp` can share the query and the key heads of each block."""
-    blocks = [unit.block for unit in model.repeated if unit.block is not None]
-    return all(shares_heads(block.heads, tp) and shares_key_heads(block.kv_heads, tp) for block in blocks)
+    return all(shares_heads(block.heads, tp) and shares_key_heads(block.kv_heads, tp) for block in model.blocks)

@@ -41,8 +41,7 @@ def unfused_by_itself(block: BlockShape, on_cpu: bool) -> Unfused | None:
 
 def why_unfused(model: ModelShape, device: Device) -> str | None:
     """Why a run in torch keeps the scores of `model`, as a sentence without its end; None where it does not."""
-    blocks = (unit.block for unit in model.repeated if unit.block is not None)
-    reasons = (unfused_by_itself(block, device.kind == "cpu") for block in blocks)
+    reasons = (unfused_by_itself(block, device.kind == "cpu") for block in model.blocks)
     first = next((reason for reason in reasons if reason is not None), None)
     return None if first is None else _REASONS[first].format(model=model.name)
 
