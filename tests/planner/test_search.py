@@ -14,7 +14,7 @@ from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.planner.api import ask, plan
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.candidates import TRIED_SIZES, meshes, modes_and_sizes
+from terrazzo.planner.choice.candidates import meshes, modes_and_sizes
 from terrazzo.planner.choice.fewest import floor_gpus, min_gpus
 from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.choice.search import search
@@ -88,10 +88,13 @@ RECORD = Calibration(
 )  # fmt: skip
 
 
+SIZES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)
+
+
 def everything(asked: Request) -> list[Estimate]:
     """All that fits, by trying every combination of strategy, checkpointing and micro-batch."""
     found = []
-    for name, mode, size in itertools.product(ROWS, TRIED_MODES, TRIED_SIZES):
+    for name, mode, size in itertools.product(ROWS, TRIED_MODES, SIZES):
         try:
             setup = build_setup(replace(asked, strategy=name, checkpointing=mode, micro_batch=size))
             check(setup)
@@ -148,7 +151,7 @@ def test_no_search_that_leaves_less_open_finds_what_is_faster(model: str, gpus: 
     best = search(asked).best
     assert best is not None and best.memory.fits_surely
     named = [replace(asked, checkpointing=mode) for mode in CHECKPOINT_MODES]
-    named += [replace(asked, micro_batch=size) for size in (*TRIED_SIZES, 3, 5)]
+    named += [replace(asked, micro_batch=size) for size in (*SIZES, 5)]
     ranked = [answer for each in named for answer in search(each).ranked]
     sure = [answer for answer in ranked if answer.memory.fits_surely and answer.runs_now >= best.runs_now]
     assert rate(best) >= (1 - NOISE) * max(map(rate, sure))
@@ -254,7 +257,7 @@ def test_refusals_say_the_arithmetic() -> None:
         "weights, gradients and optimizer alone need 1,183 GiB; the device has 79.1."
     )
     assert needed(reasons["zero0"]) > 70.55e9 * 18
-    assert reasons["zero0"].candidates == len(TRIED_MODES) * len(TRIED_SIZES)
+    assert reasons["zero0"].candidates == len(TRIED_MODES) * len(modes_and_sizes(found.request).sizes)
     assert "with micro-batch 1 and full activation checkpointing" in reasons["shard_grad_op"].reason
     assert "zero3" not in reasons
     assert found.considered >= len(found.ranked) + sum(refusal.candidates for refusal in found.refused)
@@ -787,6 +790,35 @@ def test_one_block_in_two_is_said_so_where_it_does_not_fit() -> None:
     assert any("every_2 activation checkpointing" in each.reason for each in refused)
     chart = ask(asked).chart()
     assert "checkpointing full, 1 in 2" in chart.subtitle
+
+
+IN_ONE = Request("llama3-8b", 16, gpu="a100-sxm4-40gb", strategy="zero1", global_batch=64, sequence=1024)
+"""Fits with all of the batch at once, as no gradients are added up whole, and with no smaller micro-batch."""
+
+
+def test_a_batch_that_fits_only_at_once_is_found_offered_and_sized() -> None:
+    best = search(IN_ONE).best
+    assert best is not None
+    assert (best.setup.micro_batch, best.setup.micro_batches) == (4, 1)
+    named = ask(replace(IN_ONE, micro_batch=1, checkpointing="full")).best
+    assert "--micro-batch 4" in [edit.options for edit in named.edits]
+    found = min_gpus(replace(IN_ONE, gpus=None))
+    assert found.gpus == 16
+
+
+def test_axes_go_on_for_as_long_as_it_gets_better() -> None:
+    long = search(request(gpus=256, parallel=True, strategy="zero3", sequence=1 << 20, global_batch=1, tp=1, pp=1)).best
+    assert long is not None and long.setup.mesh.cp > 8
+    short = search(Request("gpt2", 8, gpu="h100", strategy="zero1", sequence=64)).best
+    assert short is not None and short.setup.micro_batch >= 512
+
+
+def test_a_micro_batch_that_is_refused_refuses_no_other() -> None:
+    """Interleaved stages take rounds of as many micro-batches, and 33 of one sequence make none."""
+    asked = request(gpus=16, strategy="zero1", parallel=True, tp=4, pp=4, virtual_stages=2, global_batch=34)
+    with pytest.raises(BadInput):
+        check(build_setup(replace(asked, micro_batch=1)))
+    assert search(asked).ranked
 
 
 def test_where_one_rank_holds_nothing_the_reason_is_said_once() -> None:

@@ -14,15 +14,15 @@ from terrazzo.parallel import MODES, Mode
 from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
 from terrazzo.planner.model.adapters import trained
 from terrazzo.planner.model.shapes import ModelShape
-from terrazzo.planner.setup.build_setup import CONTEXT, build_cluster, request_of, shape_of
+from terrazzo.planner.setup.build_setup import CONTEXT, build_cluster, request_of, sequence_of, shape_of
 from terrazzo.planner.setup.checks import shares_all_heads
 from terrazzo.planner.setup.choice_names import TRIED_MODES
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
-    "TRIED_SIZES",
     "meshes",
+    "model_parallel",
     "modes_and_sizes",
     "offloaded_strategies",
     "strategies",
@@ -37,8 +37,8 @@ IN_STAGES = ("zero1", "zero3")
 ranks, so that more stages serve better than groups."""
 
 OFFLOADED = ("zero2@cpu", "zero3@cpu", "zero3@cpu-all", "zero3@nvme", "zero3@nvme-all")
-TRIED_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Sequences per micro-batch that are tried, as far as they fit, where no global batch is given."""
+MOST_SEQUENCES, MOST_TOKENS = 64, 65_536
+"""Of a micro-batch where no global batch is given: what is tried goes to the larger of the two, as far as it fits."""
 
 LARGEST_SIZE = 4096
 """Sequences in a micro-batch of a global batch, far above what memory holds."""
@@ -46,7 +46,10 @@ LARGEST_SIZE = 4096
 LONG_SEQUENCE = 16_384
 """Tokens from which on context parallelism is tried; of shorter sequences where there are fewer than data ranks."""
 
-MOST_STAGES, MOST_CONTEXT, MOST_EXPERT = 32, 8, 64
+MOST_STAGES, MOST_EXPERT = 32, 64
+MOST_CONTEXT = 8
+"""Ranks along cp that are tried of sequences that are not longer than as many times `LONG_SEQUENCE`."""
+
 ROOM_TIMES = 4
 """How many times the tensor and pipeline ranks that hold weights and gradients are tried at most; more only adds
 communication and bubbles."""
@@ -78,19 +81,23 @@ def meshes(request: Request) -> Iterator[Request]:
                             yield replace(request, tp=tp, pp=pp, cp=cp, ep=ep, context=context)
 
 
-def variants(request: Request, setup: Setup, schedules: bool, experts: bool) -> Iterator[Request]:
+def variants(request: Request, setup: Setup, schedules: bool) -> Iterator[Request]:
     """Other ways of running what was found to be good, which leave its ranks and memory nearly as they are.
 
-    Larger and smaller shard groups than those of one host, more and fewer ranks that share experts, and schedules that
-    wait less than `1f1b`. `gpipe` waits as long as `1f1b` and holds more, so that it is never tried.
+    Micro-batches half as large again, where no batch says which divide it; and with `request.parallel` larger and
+    smaller shard groups than those of one host, more and fewer ranks that share experts, and schedules that wait less
+    than `1f1b`. `gpipe` waits as long as `1f1b` and holds more, so that it is never tried.
 
     Args:
         request: what was asked; setup: what was found for it.
         schedules: whether to try these.
-        experts: whether to try other numbers of ranks that share experts.
     """
     mesh, chosen = setup.mesh, request_of(request, setup)
-    if experts:
+    if request.micro_batch is None and request.global_batch is None and setup.micro_batch % 2 == 0:
+        yield replace(chosen, micro_batch=setup.micro_batch // 2 * 3)
+    if not request.parallel:
+        return
+    if request.ep is None:
         for size in _other_experts(setup):
             yield replace(chosen, ep=size)
     if schedules and mesh.pp > 1 and not setup.as_megatron:
@@ -112,7 +119,7 @@ def strategies(request: Request) -> tuple[Plan, ...]:
         return (request.plan,)
     if (request.pp or 1) > 1:
         return _different(request, IN_STAGES)
-    return _different(request, BESIDE_MODEL_PARALLEL if _model_parallel(request) else ROWS)
+    return _different(request, BESIDE_MODEL_PARALLEL if model_parallel(request) else ROWS)
 
 
 def offloaded_strategies(request: Request) -> tuple[Plan, ...]:
@@ -131,7 +138,7 @@ def _different(request: Request, names: Sequence[str]) -> tuple[Plan, ...]:
     return tuple({tuple(plan.over(()).places().values()): plan for plan in reversed(named)}.values())[::-1]
 
 
-def _model_parallel(request: Request) -> bool:
+def model_parallel(request: Request) -> bool:
     """Whether its mesh has more than data axes."""
     return any((getattr(request, axis) or 1) > 1 for axis in ("tp", "pp", "cp", "ep"))
 
@@ -149,7 +156,8 @@ def modes_and_sizes(request: Request) -> ModesAndSizes:
     if request.micro_batch:
         return ModesAndSizes(modes, (request.micro_batch,))
     if not (rows := _rows_of_a_rank(request)):
-        return ModesAndSizes(modes, TRIED_SIZES)
+        most = max(MOST_SEQUENCES, MOST_TOKENS // max(sequence_of(request), 1))
+        return ModesAndSizes(modes, _sizes(None, most))
     sizes = _sizes_of(rows)
     if request.runs_in.name != "terrazzo":  # which alone fills up a batch with empty rows
         sizes = tuple(size for size in sizes if rows % size == 0)
@@ -183,8 +191,8 @@ def _rows_of_a_rank(request: Request) -> int:
 def _most_context(request: Request, model_ranks: int) -> int:
     """The most ranks along cp that are tried: as many as serve memory, or leave no data rank without a sequence."""
     assert isinstance(request.gpus, int)
-    if (request.sequence or 0) >= LONG_SEQUENCE:
-        return MOST_CONTEXT
+    if (long := sequence_of(request) // LONG_SEQUENCE) > 0:
+        return max(MOST_CONTEXT, long)
     batch, ranks = request.global_batch, request.gpus // model_ranks
     return 1 if batch is None or batch >= ranks else min(MOST_CONTEXT, -(-ranks // batch))
 

@@ -60,13 +60,12 @@ def min_gpus(request: Request, calibration: Calibration | None = None) -> Sizing
     counts = [count for count in counts_of(request, device.per_node) if count >= lowest]
     tried: dict[int, Frontier] = {}
 
-    leanest = replace(request, checkpointing=request.checkpointing or "full", micro_batch=request.micro_batch or 1)
-
+    leanest = replace(request, checkpointing=request.checkpointing or "full")
     impossible: list[BadInput] = []
 
     def runs(count: int) -> bool:
         try:
-            tried[count] = search(replace(leanest, gpus=count), calibration)
+            tried[count] = search(replace(leanest, gpus=count), calibration, least_memory=True)
         except BadInput as error:  # of this number alone, where another is possible
             impossible.append(error)
             tried[count] = _none(replace(leanest, gpus=count), str(error))

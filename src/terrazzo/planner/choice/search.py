@@ -11,6 +11,7 @@ from terrazzo.messages import GIB
 from terrazzo.planner.assemble import assemble, memory_under
 from terrazzo.planner.choice.candidates import (
     meshes,
+    model_parallel,
     modes_and_sizes,
     offloaded_strategies,
     strategies,
@@ -37,11 +38,21 @@ VARIED = 8
 """How many of the best that were found on one number of devices are tried with other schedules and shard groups."""
 
 
-def search(request: Request, calibration: Calibration | None = None) -> Frontier:
+SUMS = ("unreduced", "sums")
+"""Terms, of the device's memory and the host's, that are there in a step of several micro-batches alone."""
+
+SPARE = 0.1
+"""At most what the allocator keeps beside these, as a share of them."""
+
+
+def search(request: Request, calibration: Calibration | None = None, *, least_memory: bool = False) -> Frontier:
     """Compare all strategies, meshes, checkpointing modes and micro-batches that a request leaves open.
 
     Without `request.parallel` only the data axes vary, and the others are as given; without `request.offload`
     only strategies that keep all states on the device. What is known to fail in `request.framework` is refused.
+
+    Args:
+        least_memory: try the smallest micro-batch and all of a global batch at once alone, of which one needs least.
 
     Raises:
         BadInput: the request itself is impossible; a choice that is impossible is refused instead.
@@ -50,7 +61,7 @@ def search(request: Request, calibration: Calibration | None = None) -> Frontier
     counts = counts_of(request, build_cluster(request, 1).device.per_node)
     if not isinstance(request.gpus, int):
         counts = spread(counts)
-    tried = _Tried(request, calibration)
+    tried = _Tried(request, calibration, least_memory)
     for count in counts:
         tried.try_all(tuple(meshes(settled(replace(request, gpus=count)))))
     if not tried.considered:
@@ -82,8 +93,8 @@ def _is_round(count: int) -> bool:
 class _Tried:
     """Collects estimates that fit, and why the others do not."""
 
-    def __init__(self, request: Request, calibration: Calibration | None) -> None:
-        self.request, self.calibration = request, calibration
+    def __init__(self, request: Request, calibration: Calibration | None, least_memory: bool) -> None:
+        self.request, self.calibration, self.least_memory = request, calibration, least_memory
         self.fitting: list[Estimate] = []
         self.refusals: dict[tuple[str, int], Refusal] = {}
         self.considered = 0
@@ -102,8 +113,7 @@ class _Tried:
         for choice in choices:
             for strategy in strategies(choice):
                 self.try_strategy(replace(choice, strategy=strategy))
-        if self.request.parallel:
-            self._vary(self.fitting[before:])
+        self._vary(self.fitting[before:])
         if not self.request.offload or self.request.strategy is not None:
             return
         if not any(each.memory.fits_surely is not False for each in self.fitting[before:]):
@@ -112,30 +122,63 @@ class _Tried:
                     self.try_strategy(replace(choice, strategy=strategy))
 
     def try_strategy(self, choice: Request) -> None:
-        """One strategy on one mesh with every checkpointing mode and micro-batch."""
+        """One strategy on one mesh; where the groups that are its default do not fit, with larger ones, too.
+
+        Beside model parallelism these are tried of a strategy that is named alone: others shard there in one group.
+        """
+        before = len(self.fitting)
+        setup = self._try_modes(choice)
+        if setup is None or not setup.plan.groups or choice.dp_replicate is not None:
+            return
+        if self.request.strategy is None and model_parallel(choice):
+            return
+        replicas = setup.mesh.dp_replicate
+        while len(self.fitting) == before and replicas % 2 == 0:
+            replicas //= 2
+            self._try_modes(replace(choice, dp_replicate=replicas))
+
+    def _try_modes(self, choice: Request) -> Setup | None:
+        """A strategy with every checkpointing mode and micro-batch; how it is set up, None where it cannot be."""
         modes, sizes = modes_and_sizes(choice)
+        if self.least_memory:
+            sizes = (sizes[0], *sizes[1:][-1:])
         untried = len(modes) * len(sizes)
-        try:
-            setup = build_setup(replace(choice, micro_batch=sizes[0], checkpointing=modes[0]))
-            check(setup)
-        except BadInput as error:
-            return self._refuse(choice, str(error), untried)
+        setup = self._first_possible(replace(choice, checkpointing=modes[0]), sizes, untried)
+        if setup is None:
+            return None
         if setup.plan.groups and setup.mesh.shard_ranks == 1:
-            return self._refuse(choice, f"{setup.plan.name} splits nothing over groups of one rank.", untried)
-        if (floor := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
-            leanest = build_setup(replace(choice, micro_batch=sizes[0], checkpointing=modes[-1]))
+            self._refuse(choice, f"{setup.plan.name} splits nothing over groups of one rank.", untried)
+        elif (floor := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
+            leanest = build_setup(replace(choice, micro_batch=setup.micro_batch, checkpointing=modes[-1]))
             if reason := _refusal(findings(leanest)):  # then it is not what comes nearest
-                return self._refuse(choice, reason, untried)
+                self._refuse(choice, reason, untried)
+                return setup
             reason = f"weights, gradients and optimizer alone need {_gib(floor)} GiB; the device has {_gib(capacity)}."
-            return self._refuse(choice, reason, untried, leanest)
-        largest = 0
-        for mode in modes:
-            useful = tuple(size for size in sizes if size == sizes[0] or size > largest)
-            largest = max(largest, self._grow(replace(choice, checkpointing=mode), useful))
+            self._refuse(choice, reason, untried, leanest)
+        else:
+            largest = 0
+            for mode in modes:
+                useful = tuple(size for size in sizes if size == sizes[0] or size > largest)
+                largest = max(largest, self._grow(replace(choice, checkpointing=mode), useful))
+        return setup
+
+    def _first_possible(self, choice: Request, sizes: tuple[int, ...], untried: int) -> Setup | None:
+        """The setup with the first micro-batch that can be; with none, the strategy is refused for the first reason."""
+        refused = ""
+        for size in sizes:
+            try:
+                setup = build_setup(replace(choice, micro_batch=size))
+                check(setup)
+            except BadInput as error:
+                refused = refused or str(error)
+                continue
+            return setup
+        self._refuse(choice, refused, untried)
         return None
 
     def _vary(self, fitting: Sequence[Estimate]) -> None:
-        """Other schedules and shard groups of the best of what was found on one number of devices.
+        """What the best of what was found on one number of devices leaves untried: micro-batches between two of those
+        that were tried, other schedules, shard groups and ranks that share experts.
 
         Of schedules those that would be the best if nothing waited in them.
         """
@@ -144,19 +187,19 @@ class _Tried:
         best = max(map(tokens_per_s, ahead), default=0.0)
         tried: list[Request] = []
         for each in ahead:
-            ways = {
-                "schedules": _without_bubble(each) >= best,
-                "experts": self.request.ep is None,
-            }
-            for variant in variants(self.request, each.setup, **ways):
+            for variant in variants(self.request, each.setup, schedules=_without_bubble(each) >= best):
                 if variant not in tried:
                     tried.append(variant)
-                    self._grow(variant, (each.setup.micro_batch,))
+                    self._grow(variant, (variant.micro_batch or 1,))
 
     def _grow(self, choice: Request, sizes: tuple[int, ...]) -> int:
-        """Larger and larger micro-batches, as long as they fit and help; the largest that surely fits, or 0."""
-        largest, sure, rate = 0, 0, 0.0
-        for size in sizes:
+        """Larger and larger micro-batches, as long as they fit and help; the largest that surely fits, or 0.
+
+        Behind one that does not fit, all of a batch at once is the last that can: nothing is summed up then.
+        """
+        sure, rate, left = 0, 0.0, list(sizes)
+        while left:
+            size = left.pop(0)
             self.considered += 1
             try:
                 setup = build_setup(replace(choice, micro_batch=size))
@@ -169,12 +212,13 @@ class _Tried:
                 self._refuse(choice, reason, 0)
                 continue
             if reason := _too_large(setup, memory):
-                if not largest:
+                if not rate:
                     self._refuse(choice, reason, 0, setup, memory)
-                break
+                left = left[-1:] if choice.global_batch and _fits_without_sums(memory) else []
+                continue
             estimate = assemble(setup, memory, self.calibration, known)
             self.fitting.append(estimate)
-            largest, sure = size, sure if memory.fits_surely is False else size
+            sure = sure if memory.fits_surely is False else size
             full = tokens_per_s(estimate) * setup.rows / setup.global_batch  # a larger one may leave fewer rows empty
             if full < rate:
                 break
@@ -240,6 +284,13 @@ def _too_large(setup: Setup, memory: MemoryFigures) -> str:
     with_mode = "" if mode == "none" else f" and {mode} activation checkpointing"
     which = f"of which {_gib(largest.value)} {label}"
     return f"with micro-batch {setup.micro_batch}{with_mode}, {numbers} are expected, {which}."
+
+
+def _fits_without_sums(memory: MemoryFigures) -> bool:
+    """Whether what is too large would fit if no gradients were added up over micro-batches."""
+    full = memory.overfull[0]
+    sums = sum(term.value for term in full.terms if term.name in SUMS)
+    return 0 < full.expected - (full.capacity or 0) < (1 + SPARE) * sums
 
 
 def _gib(value: float) -> str:

@@ -34,6 +34,7 @@ __all__ = [
     "of_one_rank",
     "precision_of",
     "request_of",
+    "sequence_of",
     "settled",
     "shape_of",
 ]
@@ -84,7 +85,7 @@ def build_setup(request: Request) -> Setup:
         cluster=cluster,
         plan=plan,
         mesh=mesh,
-        sequence=_sequence(request, model),
+        sequence=sequence_of(request),
         micro_batch=micro_batch,
         micro_batches=micro_batches,
         empty_rows=0 if request.global_batch is None else rows - request.global_batch,
@@ -168,6 +169,14 @@ def counts_of(request: Request, per_node: int) -> tuple[int, ...]:
     whole = range(per_node, last + 1, per_node)
     counts = tuple(count for count in (*small, *whole) if first <= count <= last)
     return counts or tuple(range(first, last + 1))
+
+
+def sequence_of(request: Request) -> int:
+    """Tokens per sequence, 0 of a model without layers."""
+    if request.sequence is not None:
+        return request.sequence
+    model = shape_of(request.model)
+    return min(model.positions or SEQUENCE, SEQUENCE) if model.layers else 0
 
 
 def build_cluster(request: Request, count: int | None = None) -> Cluster:
@@ -302,12 +311,6 @@ def _check_accumulation(request: Request, plan: Plan, mesh: Mesh) -> None:
 def _loss(model: ModelShape, mesh: Mesh, megatron: bool) -> Loss:
     """The loss that `terrazzo train` takes, or Megatron-core."""
     return "fused" if megatron else "parts" if mesh.tp > 1 and model.family else "full"
-
-
-def _sequence(request: Request, model: ModelShape) -> int:
-    if request.sequence is not None:
-        return request.sequence
-    return min(model.positions or SEQUENCE, SEQUENCE) if model.layers else 0
 
 
 def _micro_batches(request: Request, mesh: Mesh, micro_batch: int) -> int:
