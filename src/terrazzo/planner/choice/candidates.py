@@ -69,11 +69,11 @@ def meshes(request: Request) -> Iterator[Request]:
     assert isinstance(request.gpus, int)
     model, near = shape_of(request.model), build_cluster(request).device.near_ranks
     most, named = _most_model_ranks(request, near), (request.tp or 1) * (request.pp or 1)
-    for tp in _tensor_sizes(request.tp, model, near):
-        for pp in _sizes(request.pp, min(model.layers, MOST_STAGES)):
+    for tp in _tensor_sizes(request, model, near):
+        for pp in _axis_sizes(request, request.pp, min(model.layers, MOST_STAGES)):
             if tp * pp > max(most, named):
                 continue
-            for cp in _sizes(request.cp, _most_context(request, tp * pp)):
+            for cp in _axis_sizes(request, request.cp, _most_context(request, tp * pp)):
                 if request.gpus % (tp * pp * cp) == 0:
                     ranks = request.gpus // (tp * pp if request.as_megatron else pp)
                     for ep in _expert_sizes(request.ep, model.experts, ranks, near):
@@ -214,11 +214,20 @@ def _sizes(named: int | None, largest: int) -> tuple[int, ...]:
     return tuple(1 << power for power in range(max(largest, 1).bit_length()))
 
 
-def _tensor_sizes(named: int | None, model: ModelShape, near: int) -> tuple[int, ...]:
-    """Sizes of tp to try: powers of two up to the ranks that need no network, as far as heads can be shared."""
-    if named is not None or not model.blocks:
-        return (named or 1,)
-    return tuple(size for size in _sizes(None, near) if shares_all_heads(model, size))
+def _axis_sizes(request: Request, named: int | None, largest: int) -> tuple[int, ...]:
+    """Sizes of an axis to try: powers of two, and three times these where the devices divide into threes."""
+    assert isinstance(request.gpus, int)
+    powers = _sizes(named, largest)
+    if named is not None or request.gpus % 3:
+        return powers
+    return tuple(sorted({*powers, *(3 * size for size in powers if 3 * size <= largest)}))
+
+
+def _tensor_sizes(request: Request, model: ModelShape, near: int) -> tuple[int, ...]:
+    """Sizes of tp to try, up to the ranks that need no network, as far as heads can be shared."""
+    if request.tp is not None or not model.blocks:
+        return (request.tp or 1,)
+    return tuple(size for size in _axis_sizes(request, None, near) if shares_all_heads(model, size))
 
 
 def _modes(request: Request, model: ModelShape, tp: int, cp: int) -> tuple[Mode, ...]:

@@ -133,7 +133,7 @@ class _Tried:
         if self.request.strategy is None and model_parallel(choice):
             return
         replicas = setup.mesh.dp_replicate
-        while len(self.fitting) == before and replicas % 2 == 0:
+        while len(self.fitting) == before and replicas % 2 == 0 and replicas > 2:  # one group is what zero3 has
             replicas //= 2
             self._try_modes(replace(choice, dp_replicate=replicas))
 
