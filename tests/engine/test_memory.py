@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -264,6 +265,42 @@ def test_a_backward_of_frozen_blocks_in_front_is_told_of_and_billed_from_then_on
         _step(model, optimizer, 2, None)
         assert engine.peak_transient_bytes == engine.promise.memory(2).transient_bytes > unaware
         assert +engine.traffic.bytes == +engine.promise.traffic(2).bytes
+
+
+class Routed(Net):
+    """Blocks of two sizes, called in an order that is given."""
+
+    def __init__(self, calls: Sequence[int]) -> None:
+        super().__init__(13, 0)
+        self.calls = calls
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(13, n), nn.Linear(n, 13)) for n in (13, 99, 13, 99, 99, 13))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index in self.calls:
+            x = x + self.blocks[index](x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3", "shard_grad_op"])
+@pytest.mark.parametrize(
+    "calls",
+    [(1, 3, 4, 0, 2, 5), (0, 1, 2, 3, 4, 5, 0), (0, 1, 2) * 3 + (3, 4, 5), tuple(range(6)) * 2, (3, 1)],
+    ids=["another order", "one again at the end", "a loop", "all again", "some alone"],
+)
+def test_what_runs_otherwise_than_registered_is_billed_as_it_runs_from_then_on(
+    calls: tuple[int, ...], plan: str
+) -> None:
+    with fake_group(4):
+        model = Routed(calls)
+        model, optimizer = tz.shard(model, adamw(model.parameters()), plan, units=["blocks.*"])
+        engine = engine_of(model)
+        _step(model, optimizer, 2, None)
+        engine.tally.reset()
+        _step(model, optimizer, 2, None)
+        assert engine.peak_transient_bytes == engine.promise.memory(2).transient_bytes
+        assert +engine.traffic.bytes == +engine.promise.traffic(2).bytes
+        assert +engine.traffic.count == +engine.promise.traffic(2).count
 
 
 def _gloo_peaks() -> list[tuple[int, int]]:

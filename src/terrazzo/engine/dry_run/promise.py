@@ -24,8 +24,10 @@ __all__ = ["Promise"]
 class Promise:
     """Memory and traffic that a step will take on this rank, before it runs.
 
-    Before the first forward nobody knows whether an input requires gradients. If one does, backward comes also to units
-    that are frozen and in front of all that is trained: they are promised from the second step on.
+    Before the first forward nobody knows in which order units run, nor how often: the promise is for the order of
+    registration, and once ranks have agreed on what they ran, for that. Nor does anybody know whether an input requires
+    gradients. If one does, backward comes also to units that are frozen and in front of all that is trained: they are
+    promised from the second step on.
 
     Attributes:
         sharding: of the model; a bucket may follow its own family's.
@@ -102,12 +104,11 @@ class Promise:
         return sent
 
     def _step(self, micro_batches: int | None, local: bool | None) -> StepSpec:
-        order = self.schedule.order
-        reached = order.backward if order.agreed else ()
+        orders = [program.order for program in self.schedule.programs]
         if micro_batches is None:
-            return StepSpec.least(self.schedule.prefetch, self.stages, self.buffer_bytes, reached)
+            return StepSpec.least(self.schedule.prefetch, self.stages, self.buffer_bytes, orders)
         adds = self.stages is not None or self.sharding.fate_of(last=False, local=local) is GradientFate.LOCAL
-        return StepSpec(self.schedule.prefetch, micro_batches, adds, self.stages, self.buffer_bytes, reached=reached)
+        return StepSpec(self.schedule.prefetch, micro_batches, adds, self.stages, self.buffer_bytes, orders=orders)
 
 
 def _add(sent: Traffic, more: Traffic) -> None:

@@ -7,7 +7,8 @@ faster (`terrazzo.planner.memory.walk`); tests hold it equal to this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +27,11 @@ from terrazzo.engine.optim.stock.template import Templates, matrix_needs
 from terrazzo.engine.pipeline.pipeline_schedule import PipelineSchedule
 from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.moves import GradientFate
-from terrazzo.engine.schedule.order import contains
+from terrazzo.engine.schedule.gathered import BackwardToCome
+from terrazzo.engine.schedule.order import Order, contains
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.schedule.straying import Meet
+from terrazzo.engine.schedule.visits import Event
 
 __all__ = ["StepSpec", "dry_run", "parameters_of"]
 
@@ -45,8 +48,9 @@ class StepSpec:
         buffer_bytes: of the buffers of these, of which there are copies until every micro-batch has run.
         behind_updates: whether updates away from the device run on into its first forward, from the step before: new
             weights come there then, and not at the end.
-        reached: units that backward has been seen to come to, although they are frozen and in front of all that is
-            trained: because of an input that requires gradients.
+        orders: of what ranks have been seen to run, for each program of the schedule; by default, and for one without
+            visits, that of registration. In one that was seen backward may come to units that are frozen and in front
+            of all that is trained: because of an input that requires gradients.
     """
 
     prefetch: int
@@ -55,13 +59,18 @@ class StepSpec:
     stages: Stages | None = None
     buffer_bytes: int = 0
     behind_updates: bool = False
-    reached: Collection[int] = ()
+    orders: Sequence[Order] = ()
+
+    @property
+    def reached(self) -> set[int]:
+        """Units to which backward has been seen to come."""
+        return {unit for order in self.orders if order.visits for unit in order.backward}
 
     @classmethod
-    def least(cls, prefetch: int, stages: Stages | None, buffer_bytes: int, reached: Collection[int] = ()) -> StepSpec:
+    def least(cls, prefetch: int, stages: Stages | None, buffer_bytes: int, orders: Sequence[Order] = ()) -> StepSpec:
         """A step with the fewest micro-batches: one, or of a model in stages as many as ranks have some."""
         micro_batches = 1 if stages is None else stages.ranks
-        return cls(prefetch, micro_batches, stages is not None, stages, buffer_bytes, reached=reached)
+        return cls(prefetch, micro_batches, stages is not None, stages, buffer_bytes, orders=orders)
 
 
 def dry_run(units: Sequence[UnitLayout], step: StepSpec, templates: Templates = ()) -> Tally:
@@ -74,8 +83,9 @@ def dry_run(units: Sequence[UnitLayout], step: StepSpec, templates: Templates = 
     tally, comm_streams = Tally(), units[0].comm_streams and CommStreams(torch.device("meta"))
     counts = StepCounts(tally.traffic, tally.ledger, comm_streams)
     counting = []
+    reached = step.reached
     for unit in units:
-        forward_only = unit.forward_only and unit.index not in step.reached
+        forward_only = unit.forward_only and unit.index not in reached
         counting.append(CountingUnit(unit.name, unit.index, unit.specs, unit.compiled, forward_only, counts))
     for unit, counting_unit, following in zip(units, counting, [*counting[1:], None], strict=True):
         is_around = following is not None and contains(counting_unit, following)
@@ -104,6 +114,7 @@ def parameters_of(unit: UnitLayout) -> list[str]:
 
 def _run_whole(units: Sequence[UnitLayout], counting: Sequence[CountingUnit], step: StepSpec, tally: Tally) -> None:
     schedule = Schedule(counting, step.prefetch, _meeting(units, tally.traffic))
+    _take_orders(schedule, step)
     earlier = GradientFate.LOCAL if step.local_sums else GradientFate.REDUCED
     for index in range(step.micro_batches):
         schedule.set_fate(earlier if index < step.micro_batches - 1 else GradientFate.FINISHED)
@@ -118,6 +129,7 @@ def _run_stages(
 ) -> None:
     chunks = stages.share_out([*map(parameters_of, units)])
     schedule = PipelineSchedule(counting, chunks, step.prefetch, _meeting(units, tally.traffic))
+    _take_orders(schedule, step)
     schedule.begin_micro_batches()
     with tally.ledger.holding(step.buffer_bytes):
         for turn in stages.turns(step.micro_batches):
@@ -131,7 +143,38 @@ def _run_stages(
     _record_control(units, tally.traffic, flags_numel(units))
 
 
+def _take_orders(schedule: Schedule, step: StepSpec) -> None:
+    for program, order in zip(schedule.programs, step.orders, strict=bool(step.orders)):
+        if order.visits:
+            program.take(order)
+
+
 def _forward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
+    if schedule.order.visits:
+        _forward_again(schedule)
+    else:
+        _forward_in_turn(schedule, units)
+    agree(schedule)
+
+
+def _forward_again(schedule: Schedule) -> None:
+    """As ranks have run it. Of visits without announced backward it is told apart by the order what they were."""
+    forward, order = schedule.begin_forward(training=True), schedule.order
+    backward = {*order.backward}
+    for index, event in order.visits:
+        unit = schedule.units[index]
+        if event is Event.ENTER:
+            forward.enter(unit)
+        elif event is Event.LEAVE:
+            forward.leave(unit)
+        elif unit.has_gradients and index not in backward:  # its weights were read outside of its own forward
+            forward.leave(unit, BackwardToCome.UNANNOUNCED)
+        else:
+            forward.leave(unit, BackwardToCome.NONE)
+    schedule.end_forward()
+
+
+def _forward_in_turn(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
     inside: list[CountingUnit] = []
     forward = schedule.begin_forward(training=True)
     for unit in units:
@@ -143,28 +186,50 @@ def _forward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
     for unit in reversed(inside):
         forward.leave(unit, unit.backward_to_come)
     schedule.end_forward()
-    agree(schedule)
 
 
 def _backward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
-    """Gradients come in the reverse of the order in which parameters are registered, as far as positions say."""
-    backward, coming = schedule.begin_backward(), list[tuple[float, CountingUnit, ExpectedGradient]]()
+    """Gradients come in the reverse of the order in which units have run, those of a unit as its first call comes.
 
-    def come(until: float) -> None:
+    Where units run as they are registered, in the reverse of the order of all parameters, as far as positions say.
+    """
+    place, order = _places(schedule.order), schedule.order
+    backward, coming = schedule.begin_backward(), list[tuple[_Place, CountingUnit, ExpectedGradient]]()
+
+    def come(until: _Place) -> None:
         while coming and coming[-1][0] > until:
             _, unit, gradient = coming.pop()
             unit.add_gradient(gradient, schedule.fate)
             backward.gradient_came(unit)
 
-    for index in schedule.order.backward:
-        unit = units[index]
-        come(until=unit.last_position)
-        backward.enter(unit, backward.of_forward)
-        coming += [(gradient.position, unit, gradient) for gradient in unit.gradients]
+    def expect(unit: CountingUnit) -> None:
+        coming.extend((place(unit.index, each.position), unit, each) for each in unit.gradients)
         coming.sort(key=lambda each: each[0])
-    come(until=-1)
+
+    visited = {index for index, _ in order.visits} or {*order.backward}
+    for index in visited - {*order.backward}:
+        expect(units[index])
+    first_calls = {index: position for position, index in enumerate(order.backward)}
+    for position, index in ((position, index) for position, index in enumerate(order.backward) if index in visited):
+        unit = units[index]
+        come(until=place(index, unit.last_position))
+        backward.enter(unit, backward.of_forward)
+        if first_calls[index] == position:
+            expect(unit)
+    come(until=(-1, -1))
     backward.end()
     schedule.end_backward()
+
+
+_Place = tuple[float, float]
+
+
+def _places(order: Order) -> Callable[[int, float], _Place]:
+    """Gives when the parameter of a unit, at that position among those of the model, is used in a forward."""
+    begins = {unit: place for place, unit in reversed([*enumerate(order.forward)])}
+    if [*order.forward] == sorted(begins):
+        return lambda unit, position: (0, position)
+    return lambda unit, position: (position if position == math.inf else begins[unit], position)
 
 
 def _meeting(units: Sequence[UnitLayout], traffic: Traffic) -> Meet | None:

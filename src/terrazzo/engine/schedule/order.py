@@ -44,6 +44,7 @@ class Order:
             one entry more for those that end after the last, or of which only a weight was read.
         region_ends: for each position of `backward`, the last one that is gathered at once with it, because both are
             recomputed in one region.
+        visits: what the ranks ran, of which this is the order; none for the order of registration.
     """
 
     forward: tuple[int, ...]
@@ -53,6 +54,7 @@ class Order:
     agreed: bool
     leaves: tuple[tuple[int, ...], ...] = field(repr=False)
     region_ends: tuple[int, ...] = field(repr=False)
+    visits: tuple[Visit, ...] = field(repr=False)
 
     @classmethod
     def of_visits(
@@ -69,7 +71,7 @@ class Order:
             units: all of them, in registration order.
             recomputed: pairs of units that are recomputed in one region.
         """
-        visits = list(visits)
+        visits = ran = list(visits)
         visited = {unit for unit, _ in visits}
         visits = _with_missing(visits, units)
         forward = [unit for unit, event in visits if event == Event.ENTER]
@@ -85,6 +87,7 @@ class Order:
             agreed,
             _leaves(visits),
             _region_ends(backward, visited, recomputed),
+            tuple(ran),
         )
 
     @classmethod

@@ -87,6 +87,10 @@ class Program:
         """Note that some rank has strayed: the ranks compare again after the next forward."""
         self.order = replace(self.order, agreed=False)
 
+    def take(self, order: Order) -> None:
+        """Run an order on which ranks have agreed elsewhere, of the same units."""
+        self.order = replace(order, agreed=True)
+
     def follow(self, visits: Sequence[Visit] | None) -> None:
         """Run `visits` from now on, on which the ranks have agreed; None: what they ran before."""
         if visits is not None:
