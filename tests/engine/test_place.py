@@ -261,3 +261,20 @@ def test_a_share_of_nothing_is_no_offload() -> None:
 def test_an_unknown_offload_is_refused_with_the_nearest() -> None:
     with pytest.raises(BadInput, match=r"'nvme-al'.*nvme-all"):
         Plan.named("zero3@nvme-al")
+
+
+@pytest.mark.parametrize(
+    ("plan", "tiers", "name"),
+    [
+        ("zero3@cpu", {"grad": "device", "optim": "device"}, "zero3"),
+        ("zero3", {"grad": "cpu", "optim": "cpu"}, "zero3@cpu"),
+        ("ddp@cpu", {"grad": "cpu:0.5", "optim": "cpu:0.5"}, "ddp@cpu:0.5"),
+        ("zero3@cpu", {"weight": "cpu"}, "zero3@cpu-all"),
+        ("zero3@cpu", {"optim": "nvme"}, "zero3@nvme"),
+        ("zero3", {"weight": "cpu"}, "custom"),
+        ("zero3@cpu:0.5", {"grad": "cpu"}, "custom"),
+    ],
+)
+def test_a_plan_on_other_tiers_has_the_name_of_these(plan: str, tiers: dict[str, str], name: str) -> None:
+    assert Plan.named(plan).on(**tiers).name == name
+    assert Plan("S", "-", "S", "S", name="mine").on(**tiers).name == "mine"

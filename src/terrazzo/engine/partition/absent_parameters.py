@@ -1,7 +1,7 @@
 """Parameters that a model has and this rank lacks: the ranks that run other stages of a pipeline hold them.
 
 Modules stay in the model, so that names and units do not depend on the mesh. An `Absent`, which refuses to be read,
-takes the place of each such parameter. Every rank still draws its initial values, in the order of modules, and drops
+takes the place of each such parameter. Every rank still draws its initial values, in the order of units, and drops
 them: initial values do not depend on the mesh either.
 """
 

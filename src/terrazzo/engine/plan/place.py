@@ -13,7 +13,7 @@ has, `-` none. One rule makes every move a contiguous collective: each state's a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -251,13 +251,17 @@ class Plan:
     def on(
         self, weight: str | None = None, grad: str | None = None, optim: str | None = None, *, name: str | None = None
     ) -> Plan:
-        """This plan with other tiers, each as in `Place`; None leaves a state where it is."""
+        """This plan with other tiers, each as in `Place`; None leaves a state where it is.
+
+        Args:
+            name: of the new plan; by default what `named` knows it by, or `custom` where a preset has no such tiers.
+        """
         tiers = {"weight": weight, "grad": grad, "optim": optim}
         rows = {
             state: place if (tier := tiers.get(state)) is None else Place(place.axes, tier)
             for state, place in self.places().items()
         }
-        return Plan(**rows, name=self.name if name is None else name)
+        return Plan(**rows, name=_name_on(self.name, rows) if name is None else name)
 
     def places(self) -> dict[str, Place]:
         return {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}
@@ -353,3 +357,18 @@ class Plan:
 
     def __str__(self) -> str:
         return f"{self.name}: " + " | ".join(f"{state} {place}" for state, place in self.places().items())
+
+
+def _name_on(name: str, rows: Mapping[str, Place]) -> str:
+    """The name of a plan that was called `name`, with the tiers of these places."""
+    base = name.partition("@")[0]
+    if base not in PLANS:  # the user's own
+        return name
+    tiers = {state: place.tier for state, place in rows.items()}
+    if {*tiers.values()} == {"device"}:
+        return base
+    _, colon, share = tiers["optim"].partition(":")
+    for offload, named in OFFLOADS.items():
+        if tiers == {state: f"{named[state]}{colon}{share}" if state in named else "device" for state in tiers}:
+            return f"{base}@{offload}{colon}{share}"
+    return "custom"

@@ -63,8 +63,9 @@ class InitialValues:
     def draw(self, spec: UnitSpec) -> Collection[nn.Parameter]:
         """Replace a unit's meta parameters by real ones, tied names together, and initialise what holds them.
 
-        What several ranks share is drawn whole and in the order of modules, on each of them, and then each keeps its
-        part: the values do not depend on the mesh. What other ranks alone keep goes again.
+        What several ranks share is drawn whole on each of them, and then each keeps its part. Units come one after the
+        other, the root first, and the modules of each in their order: the values do not depend on the mesh, but other
+        units give other values. What other ranks alone keep goes again.
 
         Returns:
             The new parameters; equal on all ranks that have the same of them.
