@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
     "tier as a number": (lambda m: tz.Plan.named("zero3").on(weight=3), ["tier is 3", "'cpu'"]),  # type: ignore[arg-type]
     "tier without a name": (
         lambda m: tz.shard(m, None, tz.Plan.named("zero3").on(grad="")),
-        ["plan zero3: grad: ''", "does not exist"],
+        ["plan custom: grad: ''", "does not exist"],
     ),
     "checkpointing by number": (lambda m: checkpoint_activations(m, 3), ["3", "selective_half"]),  # type: ignore[arg-type]
     "operators themselves": (
