@@ -194,9 +194,9 @@ def _backward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
     Where units run as they are registered, in the reverse of the order of all parameters, as far as positions say.
     """
     place, order = _places(schedule.order), schedule.order
-    backward, coming = schedule.begin_backward(), list[tuple[_Place, CountingUnit, ExpectedGradient]]()
+    backward, coming = schedule.begin_backward(), list[tuple[_UsedAt, CountingUnit, ExpectedGradient]]()
 
-    def come(until: _Place) -> None:
+    def come(until: _UsedAt) -> None:
         while coming and coming[-1][0] > until:
             _, unit, gradient = coming.pop()
             unit.add_gradient(gradient, schedule.fate)
@@ -221,10 +221,10 @@ def _backward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
     schedule.end_backward()
 
 
-_Place = tuple[float, float]
+_UsedAt = tuple[float, float]
 
 
-def _places(order: Order) -> Callable[[int, float], _Place]:
+def _places(order: Order) -> Callable[[int, float], _UsedAt]:
     """Gives when the parameter of a unit, at that position among those of the model, is used in a forward."""
     begins = {unit: place for place, unit in reversed([*enumerate(order.forward)])}
     if [*order.forward] == sorted(begins):

@@ -101,7 +101,8 @@ class Precision:
         reduce: gradients on the wire.
         accumulate: gradients kept across micro-batches and given to the optimizer's master weights.
         master: the weights that the optimizer updates.
-        moments: whatever else the optimizer keeps per element.
+        moments: whatever else the optimizer keeps per element. In a dtype wider than `master` they take its bytes, and
+            each step rounds them to `master`, which it computes in.
         loss_scaling: dynamic loss scaling, or None for none.
         rounding: of master weights in bf16 with moments in 8 bits, which are stepped in fp32: to the `nearest`;
             `stochastic`, by bits of the parameter's name, the element and the step; or to the nearest with the
