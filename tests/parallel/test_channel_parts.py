@@ -149,6 +149,14 @@ RIGHT = {
     "shifted": lambda x: F.pad(x[:, :-1], (0, 0, 1, 0)) + torch.where(x > 0, x, 0.1 * x),
     "convolved": lambda x: F.avg_pool1d(x.mT, 3, 1, 1).permute(0, 2, 1) + x.squeeze(-1) + x[:, :, None].squeeze(2),
     "one-token": lambda x: x - x[:, -1:] + x.amax(1, keepdim=True).detach(),
+    "flat-before": lambda x: (heads(x).flatten(0, 1) ** 2).unflatten(0, (B, -1)).transpose(1, 2).flatten(2, -1),
+    "flat-tokens": lambda x: (x.flatten(0, 1).T.softmax(1) + x.flatten(end_dim=-2).mT).T.unflatten(0, (B, T)),
+    "flat-inside": lambda x: x.view(B, T, -1, 2, 2).flatten(2, 3).softmax(-1).flatten(-2),
+    "flat-behind": lambda x: x.mT.view(B, -1, 2, 3).flatten(2).softmax(-1).mT + x.mT.unflatten(2, (2, 3)).flatten(2).mT,
+    "keywords": lambda x: torch.reshape(shape=(B, T, -1), input=x) - torch.mean(dim=1, keepdim=True, input=x),
+    "product-by-keywords": lambda x: (
+        torch.bmm(mat2=x, input=torch.ones(B, T, T)) + torch.permute(dims=(0, 1, 2), input=x)
+    ),
     "rows": lambda x: x.view(-1, x.shape[-1]).clamp(-1, 1).view(B, T, -1),
 }
 
@@ -218,6 +226,8 @@ def written_behind(x: Tensor) -> Tensor:
 
 WRONG = {
     "softmax": (lambda x: x.softmax(-1), WIDTH),
+    "flat-before": (lambda x: x.flatten(0, 1).softmax(-1).view(B, T, -1), WIDTH),
+    "reshape-by-keywords": (lambda x: torch.reshape(shape=(B, T, -1), input=x).softmax(-1), WIDTH),
     "log_softmax": (lambda x: F.log_softmax(x, dim=2), WIDTH),
     "mean": (lambda x: x - x.mean(-1, keepdim=True), WIDTH),
     "pow-mean": (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, True) + 1e-6), WIDTH),

@@ -11,7 +11,7 @@
     device         streams, events, pinned memory, the current device; alone says `torch.cuda`
     pages          large pages for big CPU buffers, and what fresh memory costs
     topology       which CPUs a rank may use, and how many threads an update should have
-    overrides      calls of torch that come to a class of tensors instead: which only ask, and what a user calls them
+    overrides      calls of torch that come to a class of tensors instead: what they ask, are called, and are given
 
 Read them in that order.
 """

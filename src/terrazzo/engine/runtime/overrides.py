@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import get_testing_overrides
 
 __all__ = [
     "HARMLESS",
@@ -14,7 +16,9 @@ __all__ = [
     "asks_size",
     "by_torch_names",
     "function_name",
+    "in_order",
     "is_question",
+    "parameter_names",
 ]
 
 _T = Tensor
@@ -87,3 +91,31 @@ def _text_of(argument: Any) -> str:
 def by_torch_names(named: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that have NumPy's names, which torch takes as well, by torch's own."""
     return {{"axis": "dim", "keepdims": "keepdim"}.get(name, name): value for name, value in named.items()}
+
+
+def in_order(func: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name in the order in which the function has them: a user may write `input=` behind others."""
+    names = parameter_names(func) if len(named) > 1 else []
+    return dict(sorted(named.items(), key=lambda each: _place(each[0], names)))
+
+
+def _place(name: str, names: Sequence[str]) -> int:
+    if name == "input" and name not in names:
+        return 0  # torch's own signatures have it as `self`, too
+    return names.index(name) if name in names else len(names)
+
+
+def parameter_names(func: Any) -> list[str]:
+    """The names of a function's parameters, of an operator's, or of what torch lists for its own; empty: not known."""
+    if hasattr(func, "overloads"):
+        func = getattr(func, func.overloads()[0])
+    if (schema := getattr(func, "_schema", None)) is not None:
+        return [each.name for each in schema.arguments]
+    for each in (func, get_testing_overrides().get(func)):
+        try:
+            parameters = inspect.signature(each).parameters.values()
+        except (TypeError, ValueError):  # built in
+            continue
+        if names := [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]:
+            return names
+    return []

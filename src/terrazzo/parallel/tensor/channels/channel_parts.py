@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from terrazzo.engine.runtime.overrides import is_question
+from terrazzo.engine.runtime.overrides import in_order, is_question
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import Misuse
 from terrazzo.parallel.tensor.arguments import first_activation
@@ -152,7 +152,11 @@ class _Channels(FunctionWatch):
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any = None) -> FunctionCall:
         return FunctionCall(
-            name_of(func), args, kwargs, lambda each: next(iter(self._marks.cuts_of(each)), None), result
+            name_of(func),
+            args,
+            in_order(func, kwargs),
+            lambda each: next(iter(self._marks.cuts_of(each)), None),
+            result,
         )
 
     def _seen(self, result: Any) -> Any:

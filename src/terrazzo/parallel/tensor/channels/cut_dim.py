@@ -96,6 +96,7 @@ class FunctionCall:
 
     Attributes:
         name: of the function, of a method that changes its tensor without the `_` behind it.
+        named: arguments by name, in the order of the function's parameters.
         cut_of: the dim that ranks have in parts, of a tensor of which that is known.
         result: None before it is called.
     """

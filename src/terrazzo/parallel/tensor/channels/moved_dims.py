@@ -79,16 +79,26 @@ def _viewed(call: FunctionCall, cut: ChannelCut, result: Tensor) -> list[Channel
 
 
 def _flattened(call: FunctionCall, cut: ChannelCut, result: Tensor) -> list[ChannelCut]:
-    (start,) = call.dims(call.argument(1, "start_dim", default=0))
-    if result.dim() == call.first.dim():
-        return [cut]
+    (start,), (end,) = (
+        call.dims(call.argument(place, name, default=default))
+        for place, name, default in ((1, "start_dim", 0), (2, "end_dim", -1))
+    )
+    if start == end or not start <= cut.dim <= end:
+        return [_beside(cut, start, result.dim() - call.first.dim())]
     behind = through_view(cut, call.first.shape, result.shape, start)
     return [each for each in behind if each.dim == start] or behind  # whose size nobody has given
 
 
 def _unflattened(call: FunctionCall, cut: ChannelCut, result: Tensor) -> list[ChannelCut]:
     (dim,), place = call.dims(call.argument(1, "dim")), _inferred(call.argument(2, "sizes"))
+    if dim != cut.dim:
+        return [_beside(cut, dim, result.dim() - call.first.dim())]
     return through_view(cut, call.first.shape, result.shape, None if place is None else dim + place)
+
+
+def _beside(cut: ChannelCut, dim: int, more: int) -> ChannelCut:
+    """The cut of a dim beside the one that becomes so many `more`."""
+    return replace(cut, dim=cut.dim + more * (dim < cut.dim))
 
 
 def _inferred(given: Any) -> int | None:
