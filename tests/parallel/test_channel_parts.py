@@ -441,10 +441,55 @@ def test_a_kernel_is_followed_as_it_is_declared_and_else_refused_or_warned_of() 
         check(lambda x: CompiledFunction.apply(x) * x, WIDTH, "colwise")
 
 
-@pytest.mark.parametrize("equation", ["a b", "a ... -> a", "a-b -> a", None])
-def test_what_is_no_equation_is_not_declared(equation) -> None:
-    with pytest.raises(tz.BadInput, match="the equation is"):
+@pytest.mark.parametrize(
+    ("equation", "why"),
+    [
+        ("a b", "it has no ->"),
+        (None, "it has no ->"),
+        ("a ... -> a", "is not in front"),
+        ("a-b -> a", "'a-b' is no name"),
+        ("a b -> c", "no argument has the dim 'c'"),
+        ("a b, a -> ... a", r"no argument has the dim '\.\.\.'"),
+        ("a a -> a", "'a' is twice"),
+        ("a b -> b a b", "'b' is twice"),
+        (" -> ", "must return what it writes to"),
+        ("... ->", "must return what it writes to"),
+    ],
+)
+def test_what_is_no_equation_is_not_declared(equation, why: str) -> None:
+    with pytest.raises(tz.BadInput, match=f"the equation is .*, and .*{why}"):
         tz.parallel.declare(kernel, equation)
+
+
+def test_a_module_whose_weights_would_vanish_is_not_declared() -> None:
+    with pytest.raises(tz.BadInput, match="RMSNorm is a module, whose weights"):
+        tz.parallel.declare(nn.RMSNorm(4), "... _ -> ... _")
+
+
+def over_second(one: Tensor, other: Tensor) -> Tensor:
+    return kernel(one, torch.ones(1)) * torch.from_numpy(other.detach().softmax(1).numpy())
+
+
+def test_terms_are_of_parameters_in_their_order_however_a_call_names_them() -> None:
+    declared = tz.parallel.declare(over_second, "b t c, b _ c -> b t c")
+    check(lambda x: x * declared(other=x, one=x[:, :1]), WIDTH, "colwise")
+    with pytest.raises(tz.Misuse, match=r"adds up over channels"):
+        run(lambda x: x * declared(other=x.mT, one=x.mT).mT, WIDTH, "colwise")
+    unnamed = tz.parallel.declare(lambda **named: over_second(**named), "b t c, b t c -> b t c")
+    with pytest.raises(tz.BadInput, match=r"tensors by name \(other, one\).*give them by position"):
+        run(lambda x: x * unnamed(other=x, one=x), WIDTH, "colwise")
+
+
+def test_a_kernel_that_writes_in_place_is_declared_with_what_it_returns() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        values = x.detach().numpy()
+        values *= 2
+        return x
+
+    declared = tz.parallel.declare(doubled, "... -> ...")
+    check(lambda x: declared(x.detach().clone()) * x, WIDTH, "colwise")
+    with pytest.raises(tz.Misuse, match="computes with all channels"):
+        run(lambda x: declared(x.detach().clone()).softmax(-1) * x, WIDTH, "colwise")
 
 
 def test_an_operator_of_the_models_own_is_declared_once() -> None:

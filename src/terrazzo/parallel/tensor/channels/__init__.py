@@ -20,5 +20,6 @@ The rules of the table, by what functions do:
     along_dims    compute along dims: reductions, norms, sorts, pools, losses
     moved_dims    give dims another order, take parts of them, or put tensors together
     places        read and write by places
-    products      add up products: of matrices, of attention, and as declared
+    products      add up products: of matrices, of attention
+    declared      are not torch's: what `tz.parallel.declare` says of them
 """

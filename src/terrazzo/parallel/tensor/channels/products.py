@@ -1,4 +1,4 @@
-"""Functions that add up products: of matrices, of attention, and those that a model declares."""
+"""Functions that add up products: of matrices, and of attention."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from terrazzo.errors import BadInput
 from terrazzo.parallel.tensor.channels.cut_dim import ChannelCuts, ChannelRule, FunctionCall, Mixed, leaves, merged
 
-__all__ = ["PRODUCTS", "rule_of_equation"]
-
-_COMPUTED = "_"
-"""In an equation: a dim along which a function computes."""
+__all__ = ["PRODUCTS", "placed"]
 
 
 def _matmul(call: FunctionCall) -> ChannelCuts:
@@ -55,19 +51,19 @@ def _einsum(call: FunctionCall) -> ChannelCuts:
 def _contracted(call: FunctionCall, operands: Sequence[Tensor], terms: Sequence[str], out: str) -> ChannelCuts:
     """A sum of products, as `torch.einsum` names it."""
     (result,) = call.results
-    return _placed(call, operands, terms, out, result)
+    return placed(call, operands, terms, out, result)
 
 
-def _placed(
+def placed(
     call: FunctionCall, operands: Sequence[Tensor], terms: Sequence[Sequence[str]], out: Sequence[str], result: Tensor
 ) -> ChannelCuts:
     """Where channels are in a result whose dims have the names `out`, of operands whose dims have those of `terms`."""
     cuts = [(term[cut.dim], cut) for each, term in zip(operands, terms, strict=False) if (cut := call.cut_of(each))]
     for name, cut in cuts:
-        if name not in out or name == _COMPUTED:
+        if name not in out:
             raise Mixed(cut, "adds up over channels of which each rank has a part")
-    placed = [replace(cut, dim=out.index(name)) for name, cut in cuts]
-    return [(result, merged(placed, result))] if placed else []
+    behind = [replace(cut, dim=out.index(name)) for name, cut in cuts]
+    return [(result, merged(behind, result))] if behind else []
 
 
 def _attention(whole_dims: tuple[int, int], is_grouped: Callable[[FunctionCall], bool]) -> ChannelRule:
@@ -93,63 +89,6 @@ def _attention(whole_dims: tuple[int, int], is_grouped: Callable[[FunctionCall],
         return [(result, merged(cuts, result))]
 
     return rule
-
-
-# -- as declared -----------------------------------------------------------------------------------------------
-
-
-def rule_of_equation(equation: str) -> ChannelRule:
-    """The rule for a function whose dims have these names: see `terrazzo.parallel.declare`.
-
-    Raises:
-        BadInput: for what is no equation.
-    """
-    left, arrow, right = equation.partition("->") if isinstance(equation, str) else ("", "", "")
-    terms, outs = ([each.split() for each in side.split(",")] for side in (left, right))
-    names = [name for term in (*terms, *outs) for name in term]
-    if not arrow or any("..." in term[1:] for term in (*terms, *outs)) or not all(map(_is_name, names)):
-        raise BadInput(
-            f"terrazzo.parallel.declare: the equation is {equation!r}; give names of dims of each tensor, as in "
-            "'b t h _, b s h _ -> b t h _', with _ for dims that it computes along and ... for any others in front."
-        )
-
-    def rule(call: FunctionCall) -> ChannelCuts:
-        given, found = _named(equation, terms, call.tensors), []
-        for result, out in zip(call.results, _named(equation, outs, call.results), strict=True):
-            found += _placed(call, call.tensors, given, out, result)
-        _check_whole(call, given)
-        return found
-
-    return rule
-
-
-def _is_name(name: str) -> bool:
-    return name.isidentifier() or name == "..."
-
-
-def _named(equation: str, terms: Sequence[Sequence[str]], tensors: Sequence[Tensor]) -> list[list[str]]:
-    """The names of each tensor's dims."""
-    named = []
-    for term, tensor in zip(terms, tensors, strict=False):
-        others = tensor.dim() - len(term) + 1 if "..." in term else 0
-        named.append([f"...{number}" for number in range(others, 0, -1)] + [name for name in term if name != "..."])
-    if len(terms) != len(tensors) or any(
-        len(each) != tensor.dim() for each, tensor in zip(named, tensors, strict=True)
-    ):
-        raise BadInput(
-            f"A function was declared as {equation!r}, and is called with, or returns, tensors of other dims: "
-            f"{', '.join(str(tuple(each.shape)) for each in tensors)}. Give terms for all of them, in their order."
-        )
-    return named
-
-
-def _check_whole(call: FunctionCall, named: Sequence[Sequence[str]]) -> None:
-    """Check that no tensor has all of a dim of which another has this rank's part: numbers of the two do not match."""
-    cuts = [(dims[cut.dim], cut) for each, dims in zip(call.tensors, named, strict=True) if (cut := call.cut_of(each))]
-    for each, dims in zip(call.tensors, named, strict=True):
-        for name, cut in cuts if call.cut_of(each) is None else ():
-            if name in dims and each.shape[dims.index(name)] > 1:
-                raise Mixed(cut, f"takes this rank's {name!r} with all that another tensor has")
 
 
 _FLASH = ("forward", "varlen_forward")
