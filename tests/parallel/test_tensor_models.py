@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -625,6 +628,47 @@ def test_a_plan_is_checked_by_what_the_model_returns() -> None:
             tz.parallel.check(nn.Linear(8, 8, device="meta"), mesh, [x])
         with pytest.raises(tz.RanksApart, match="was given other inputs on ranks along tp"):
             tz.parallel.check(blocks[0], mesh, [x + rank], tensor=MIXING)
+
+    run_in_threads(2, body)
+
+
+@dataclass
+class Wrapped:
+    values: Any
+
+
+class Wrapping(nn.Module):
+    """Takes and returns what is in an object; it may divide by how many channels a part of the plan has."""
+
+    def __init__(self, divides: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.divides = nn.Linear(8, 12), nn.Linear(12, 8), divides
+
+    def forward(self, x: Any) -> Any:
+        inner = self.up(x.values)
+        return type(x)(values=self.down(inner / inner.shape[-1] if self.divides else inner))
+
+
+class Opaque:
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+def test_tensors_in_dataclasses_and_namespaces_are_compared() -> None:
+    whole, divided = (seeded(lambda divides=divides: nn.Sequential(Wrapping(divides))) for divides in (False, True))
+    plan = {"0.up": "colwise", "0.down": "rowwise"}
+
+    def body(rank: int) -> None:
+        mesh = tz.mesh(tp=2, device="cpu")
+        x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+        for wrap in (Wrapped, SimpleNamespace):
+            tz.parallel.check(whole, mesh, [wrap(values=x)], tensor=plan)
+            with pytest.raises(tz.RanksApart, match=r"other inputs .*\(here float32 \[2, 6, 8\]\)"):
+                tz.parallel.check(whole, mesh, [wrap(values=x + rank)], tensor=plan)
+            with torch.no_grad(), pytest.raises(tz.BadInput, match="returns other values as output 0"):
+                tz.parallel.check(divided, mesh, [wrap(values=x)], tensor=plan)
+        with pytest.raises(tz.BadInput, match="nothing to compare: the model returns Opaque"):
+            tz.parallel.check(whole, mesh, [Opaque(x)], tensor=plan)
 
     run_in_threads(2, body)
 

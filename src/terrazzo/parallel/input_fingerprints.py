@@ -7,14 +7,17 @@ devices, for which a host would have to wait, that is so the first time alone.
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.engine.runtime.private_torch import tree_flatten, tree_leaves
+from terrazzo.engine.runtime.private_torch import tree_flatten, tree_leaves, tree_map
 
 __all__ = [
     "DRAWN_BY_DATA_RANK",
@@ -22,6 +25,7 @@ __all__ = [
     "fingerprint_of",
     "form_fingerprint",
     "inputs_as_text",
+    "looked_into",
     "values_fingerprint",
 ]
 
@@ -29,6 +33,25 @@ DRAWN_BY_DATA_RANK = "drawn by data rank, mesh.get_local_rank('dp_shard'), and n
 """How to draw batches that are the same on several ranks: the end of an error's message."""
 
 _PLAIN = (bool, int, float, str, type(None))
+
+
+def looked_into(values: Any) -> Any:
+    """The same, with what is in dataclasses, namespaces and mappings that torch takes for leaves in plain dicts."""
+
+    def unfold(leaf: Any) -> Any:
+        if isinstance(leaf, (Tensor, *_PLAIN)):
+            return leaf
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = {each.name: getattr(leaf, each.name, None) for each in dataclasses.fields(leaf)}
+        elif isinstance(leaf, SimpleNamespace):
+            fields = vars(leaf)
+        elif isinstance(leaf, Mapping):
+            fields = dict(leaf)
+        else:
+            return leaf
+        return {type(leaf).__name__: looked_into(fields)}
+
+    return tree_map(unfold, values)
 
 
 def compares_values(device: torch.device, before: bool) -> bool:
@@ -42,7 +65,7 @@ def compares_values(device: torch.device, before: bool) -> bool:
 
 def form_fingerprint(inputs: Any) -> int:
     """32 bits of the nesting, shapes, dtypes and plain values of a model's inputs, but not of what tensors hold."""
-    leaves, nesting = tree_flatten(inputs)
+    leaves, nesting = tree_flatten(looked_into(inputs))
     return zlib.crc32(repr((str(nesting), [_form_of(leaf) for leaf in leaves])).encode())
 
 
@@ -59,7 +82,7 @@ def fingerprint_of(inputs: Any) -> int:
 
 def inputs_as_text(inputs: Any) -> str:
     """A model's inputs as text: dtypes and shapes of tensors, and plain values."""
-    leaves = tree_leaves(inputs)
+    leaves = tree_leaves(looked_into(inputs))
     texts = [
         f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves
@@ -74,7 +97,7 @@ def values_fingerprint(inputs: Any) -> int:
     Floating-point numbers on a device are left out: ranks may have computed them, with another rounding each.
     """
     fingerprint = 0
-    for leaf in tree_leaves(inputs):
+    for leaf in tree_leaves(looked_into(inputs)):
         if isinstance(leaf, Tensor) and _is_looked_at(leaf):
             flat = leaf.detach().to(HOST).contiguous().reshape(-1)
             fingerprint = zlib.crc32(flat.view(torch.uint8).numpy().data, fingerprint)

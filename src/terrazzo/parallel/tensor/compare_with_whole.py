@@ -15,7 +15,7 @@ from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, RanksApart, TerrazzoError
-from terrazzo.parallel.input_fingerprints import fingerprint_of, inputs_as_text
+from terrazzo.parallel.input_fingerprints import fingerprint_of, inputs_as_text, looked_into
 from terrazzo.parallel.mesh import axes_of
 from terrazzo.parallel.parallelize_model import parallelize
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, tensor_ranks
@@ -53,8 +53,8 @@ def check(
 
     Raises:
         RanksApart: on every rank along `tp`, if these were given different inputs.
-        BadInput: on every rank along `tp`, if outputs or gradients differ, or the model has no weights; as for
-            `tz.parallelize`.
+        BadInput: on every rank along `tp`, if outputs or gradients differ, or the model has no weights or returns no
+            tensors, alone or in tuples, dicts and dataclasses; as for `tz.parallelize`.
         Misuse: where an operation mixes parts of a gradient with all of it.
     """
     if "tp" not in (dims := mesh.mesh_dim_names or ()):
@@ -78,7 +78,8 @@ def check(
             "computes a part of the same: give all of them the same, drawn from one seed."
         )
     with torch.set_grad_enabled(any(parameter.requires_grad for parameter in model.parameters())):
-        expected = tree_leaves(_called(whole, inputs))
+        expected = tree_leaves(looked_into(_called(whole, inputs)))
+        _check_compared(expected)
         outputs = all_or_none(axes, lambda: _outputs_of(cut, inputs, len(expected)))
         pairs = [
             (one, _together(other, one, ranks))
@@ -108,10 +109,23 @@ def _tried(action: Callable[[], T]) -> T:
 
 def _outputs_of(cut: nn.Module, inputs: Sequence[Any] | Mapping[str, Any], count: int) -> list[Any]:
     """The outputs of the cut model, which must be `count`."""
-    outputs = tree_leaves(_tried(lambda: _called(cut, inputs)))
+    outputs = tree_leaves(looked_into(_tried(lambda: _called(cut, inputs))))
     if len(outputs) != count:
         raise BadInput(f"Cut by this plan, the model returns {len(outputs)} outputs, and whole {count}. {_HELP}")
     return outputs
+
+
+def _check_compared(outputs: Sequence[Any]) -> None:
+    """Check that the model returns something that can be compared."""
+    if not any(isinstance(each, Tensor) for each in outputs):
+        raise BadInput(
+            f"tz.parallel.check has nothing to compare: the model returns {_kinds(outputs)}. Let its forward return "
+            "tensors, alone or in tuples, dicts and dataclasses."
+        )
+
+
+def _kinds(outputs: Sequence[Any]) -> str:
+    return ", ".join(sorted({type(each).__name__ for each in outputs})) or "nothing"
 
 
 def _called(model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> Any:
