@@ -338,6 +338,7 @@ UNSEEN = {
     "view-written": (viewed_before, "through a view"),
     "view-read": (read_before, "through a view"),
     "data": (lambda x: x * put(torch.zeros_like(x.detach()), x).softmax(-1), r"\.data"),
+    "jvp": (lambda x: x * torch.func.jvp(softmax_last, (x.detach(),), (torch.ones_like(x),))[0], "of them"),
     "vmap": (lambda x: x * torch.vmap(softmax_last)(x), "vmap"),
     "script": (scripted, r"torch\.jit\.script"),
 }
@@ -509,6 +510,34 @@ def test_an_operator_of_another_library_is_not_taken_for_torchs_of_its_name() ->
     torch.library.impl("tests_channels::transpose", "CompositeImplicitAutograd")(lambda x, one, other: x.flip(-1))
     with pytest.raises(tz.Misuse, match="computes by"):
         run(lambda x: x + torch.ops.tests_channels.transpose(x, 0, 0), WIDTH, "colwise")
+
+
+def test_sizes_of_the_whole_take_no_other_runs() -> None:
+    thirds = Colwise(parts=(16, 16, 16))
+    check(
+        lambda x: (
+            x.split(x.shape[-1] // 3, 2)[0] * x.chunk(3, -1)[2]
+            + x.split((x.shape[-1] // 3, x.shape[-1] // 3 * 2), 2)[0]
+        ),
+        16,
+        thirds,
+        48,
+    )
+    for between in (
+        lambda x: x.split(16, 2)[0],
+        lambda x: x.narrow(2, 0, 16),
+        lambda x: x[..., :16],
+        lambda x: x.tensor_split((16,), 2)[0],
+    ):
+        with pytest.raises(tz.Misuse, match="takes channels by their places"):
+            run(lambda x, between=between: between(x).tanh().sum(-1, True) * x.chunk(3, -1)[0], 16, thirds, channels=48)
+
+
+def test_what_torch_says_of_sizes_of_the_whole_has_a_note_of_this_ranks() -> None:
+    with pytest.raises(RuntimeError, match="invalid for input of size") as caught:
+        run(lambda x: x.view(B, T, 4, HEAD).flatten(2), WIDTH, "colwise")
+    note = caught.value.__notes__[0]
+    assert "'up', of style 'colwise'" in note and "dim 2 has this rank's 8 places alone" in note and "-1" in note
 
 
 def test_a_view_as_all_heads_of_which_a_rank_has_some_is_refused() -> None:

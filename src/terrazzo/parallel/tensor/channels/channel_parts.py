@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from terrazzo.engine.runtime.overrides import in_order, is_question
-from terrazzo.engine.runtime.private_torch import tree_leaves
+from terrazzo.engine.runtime.private_torch import tree_leaves, without_transform
 from terrazzo.errors import Misuse
 from terrazzo.parallel.tensor.arguments import first_activation
 from terrazzo.parallel.tensor.channels.channel_marks import ChannelMarks
@@ -169,10 +169,10 @@ class _Channels(FunctionWatch):
         if call.name == "iter":
             return iter(self.called(Tensor.unbind, call.args, call.named))
         if (rule := rule_of(func, call)) is not None:
-            result = func(*call.args, **call.named)
+            result = _result_of(func, call)
         else:
             with OperatorWatch(each for each in call.tensors if call.cut_of(each) is not None) as operators:
-                result = func(*call.args, **call.named)
+                result = _result_of(func, call)
             rule = operators.rule
         call = replace(call, result=result)
         try:
@@ -209,11 +209,28 @@ class _Channels(FunctionWatch):
         return taken.get(self._marks.cuts_of(tensor))
 
     def _note_mixed(self, call: FunctionCall, refused: Misuse) -> None:
-        """What is detached may only be read, as for a log: it is refused where a model computes with or returns it."""
+        """What is detached may only be read, as for a log: it is refused where a model computes with or returns it.
+
+        What a transform of `torch.func` hands out is another tensor, which would have no mark.
+        """
         for each in call.results:
-            if each.requires_grad:
+            if each.requires_grad or without_transform(each) is not each:
                 raise refused
             self._marks.note_mixed(each, refused, call.tensors)
+
+
+def _result_of(func: Any, call: FunctionCall) -> Any:
+    """What a call returns; errors of torch say that ranks have parts, by which sizes of the whole do not go."""
+    try:
+        return func(*call.args, **call.named)
+    except Exception as error:
+        cut = next(filter(None, map(call.cut_of, call.tensors)))
+        error.add_note(
+            f"This is of what {cut.name!r}, of style 'colwise', has computed: dim {cut.dim} has this rank's "
+            f"{cut.numel} places alone, and not those of all {cut.counts.ranks} ranks. Take sizes from the tensor, as "
+            "x.shape[-1], or give -1 for the number of heads."
+        )
+        raise
 
 
 def _tensors_in(values: Any) -> list[Tensor]:

@@ -60,16 +60,19 @@ class ChannelCut:
     def numel(self) -> int:
         return sum(self.sizes)
 
-    def between(self, start: int, stop: int) -> ChannelCut:
+    def between(self, start: int, stop: int, *, by_number: bool) -> ChannelCut:
         """That of the elements from `start` to `stop` of the dim, as a forward names them.
 
         They must be some of the runs, and not all: a number of channels of the whole, which is more than there are
-        here, would take all of this rank's, or none.
+        here, would take all of this rank's, or none. Nor may they be several between numbers that are ends of runs
+        of the whole as well: there they would be fewer.
         """
         ends = [0, *itertools.accumulate(self.sizes)]
         if not 0 <= start < stop <= self.numel or (start, stop) == (0, self.numel) or not {start, stop} <= {*ends}:
             raise Mixed(self, TAKES)
         first, last = ends.index(start), ends.index(stop)
+        if by_number and last - first > 1 and {start, stop} <= {each * self.counts.ranks for each in ends}:
+            raise Mixed(self, TAKES)
         return replace(self, sizes=self.sizes[first:last], heads=self.heads[first:last])
 
 

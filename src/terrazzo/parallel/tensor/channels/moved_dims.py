@@ -140,8 +140,8 @@ def _halved(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
     (dim,), half = call.dims(call.argument(1, "dim", default=-1)), cut.numel // 2
     if dim != cut.dim:
         return cut
-    cut.between(half, cut.numel)
-    return cut.between(0, half)
+    cut.between(half, cut.numel, by_number=False)
+    return cut.between(0, half, by_number=False)
 
 
 def _padded(call: FunctionCall, cut: ChannelCut, result: Tensor) -> ChannelCut:
@@ -207,10 +207,17 @@ def _taken(call: FunctionCall) -> ChannelCuts:
     if call.name == "chunk" and call.argument(1, "chunks") == 1:
         return [(each, cut) for each in call.results]
     start, found = int(call.argument(2, "start")) if call.name == "narrow" else 0, []
+    by_number = _is_by_number(call)
     for each in call.results:
-        found.append((each, cut.between(start, start + each.shape[dim])))
+        found.append((each, cut.between(start, start + each.shape[dim], by_number=by_number)))
         start += each.shape[dim]
     return found
+
+
+def _is_by_number(call: FunctionCall) -> bool:
+    """Whether parts are given by sizes or places that may be the whole's: not by how many, nor by all sizes."""
+    is_one = isinstance(call.argument(1, "split_size_or_sections", "split_size"), int)
+    return call.name == "narrow" or (is_one == (call.name == "split") and call.name in ("split", "tensor_split"))
 
 
 _FRESH = ("item", "tolist", "numpy", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")

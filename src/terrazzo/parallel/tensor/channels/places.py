@@ -62,7 +62,7 @@ def _behind(index: Any, tensor: Tensor, result: Tensor, cut: ChannelCut) -> Chan
         return replace(cut, dim=dim)
     if step == 1:
         start, stop = (each + cut.numel * (each < 0) for each in (start, stop))
-        return replace(cut.between(start, stop), dim=dim)
+        return replace(cut.between(start, stop, by_number=True), dim=dim)
     if len(cut.sizes) == 1 and cut.numel % step == 0 and 0 <= start < step and ends_there:
         return replace(cut, dim=dim, sizes=(cut.numel // step,), heads=(None,))  # every second one, say: of neighbours
     raise Mixed(cut, TAKES)
