@@ -157,7 +157,7 @@ MUTATIONS = [
     Mutation(
         "memory is used again while a neighbour reads it",
         "engine/comm/host/gloo.py",
-        "                neighbour.await_taken(kind)",
+        "                neighbour.await_taken(kind, label)",
         "                pass",
         "engine/comm",
     ),

@@ -387,7 +387,8 @@ def test_loading_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
         with safe_open(tmp_path / "model.safetensors", "pt") as file, PeakBytes() as peak:
             model.load_state_dict(_Opened(file))
         shards_bytes = engine_of(model).bill.weight_bytes
-    assert peak.peak_bytes <= shards_bytes + 2 * largest_bytes
+    agreed_bytes = 64 * 1040  # rows of all ranks, by which they hear of each other
+    assert peak.peak_bytes <= shards_bytes + 2 * largest_bytes + agreed_bytes
     assert peak.peak_bytes < whole_bytes / 3
 
 

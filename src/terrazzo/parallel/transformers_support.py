@@ -50,6 +50,7 @@ _TABLE = """
     smollm3     yes   yes   yes   yes        yes
     stablelm    yes   -     -     yes        yes
     starcoder2  yes   yes   yes   yes        yes
+    xglm        -     -     -     -          yes
 """
 
 

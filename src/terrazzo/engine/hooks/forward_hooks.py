@@ -66,8 +66,7 @@ class ForwardHooks:
         self.ask: Callable[[int], None] = do_nothing  # whether the forward of a unit may begin
         self._pass_call: Callable[[], Callable[..., Any] | None] = do_nothing  # weakly, the call that is the pass
         members = [member for unit in units for bucket in unit.buckets for member in bucket.members]
-        lets_in = self._alone and not denominator.loss_scale.scales
-        self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, lets_in)
+        self._tree = ModuleTree(model, {each.parameter: each.names for each in members})
         storages = Storages()
         for unit in units:
             for bucket in unit.buckets:
@@ -134,7 +133,7 @@ class ForwardHooks:
         self._outside.open()
         self._phases.begin("forward" if training else "evaluate")
         take_over_edits(bucket for unit in self._units for bucket in unit.buckets)
-        self._tree.check(model)
+        self._tree.check(model, lets_in=self._alone and not self._denominator.loss_scale.scales)
         unsettled = not schedule.order.agreed or schedule.awaits_backward
         self._passes.begin_forward(model)
         if schedule.backward is not None:  # it raised: some gradients hold a part of it and some do not

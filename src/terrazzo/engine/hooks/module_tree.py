@@ -20,11 +20,10 @@ class ModuleTree:
 
     Args:
         names: of each parameter, its own first.
-        lets_in: whether other parameters may come: on one rank nobody's data are missing to them.
     """
 
-    def __init__(self, model: nn.Module, names: Mapping[nn.Parameter, tuple[str, ...]], lets_in: bool) -> None:
-        self._names, self._lets_in, self._warned = names, lets_in, False
+    def __init__(self, model: nn.Module, names: Mapping[nn.Parameter, tuple[str, ...]]) -> None:
+        self._names, self._warned = names, False
         self._note(model)
 
     def _note(self, model: nn.Module) -> None:
@@ -45,8 +44,11 @@ class ModuleTree:
             and not any(each.requires_grad for each in self._frozen)
         )
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, lets_in: bool) -> None:
         """Look at what has changed, if anything has; warns, once, of parameters under other names.
+
+        Args:
+            lets_in: whether other parameters may come: on one rank nobody's data are missing to them.
 
         Raises:
             Misuse: for trainable parameters that have come to the model.
@@ -57,7 +59,7 @@ class ModuleTree:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             now.setdefault(parameter, []).append(name)
         fresh = [names[0] for each, names in now.items() if each.requires_grad and note_of(each) is None]
-        if fresh and not self._lets_in:
+        if fresh and not lets_in:
             raise Misuse(
                 f"{listed([*map(repr, fresh)])} came to the model after tz.shard: on each rank it would be trained on "
                 "that rank's data alone, and under fp16 by gradients that have the loss scale. Add modules and "
