@@ -1,7 +1,7 @@
 """No plan of a grid that is wider than the search's is better than what it finds, over random requests.
 
 The grid is made here alone, of powers of two and three times these: every degree, every micro-batch, beside all of a
-batch at once; every strategy, mode of checkpointing and of attention over shared sequences, and group of replicas. Of a
+batch at once; every strategy, mode of checkpointing and of attention over shared sequences. Of a
 request it tries points by chance, and from the best that is known all that differs in up to two choices. What no point
 of it may be is surely fit where the search finds nothing that is, or more than `MARGIN` faster than all that it ranks.
 `TERRAZZO_SEARCH_GRID=first:last` tries the requests of these seeds: 0:2 by default.

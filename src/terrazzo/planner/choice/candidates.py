@@ -21,6 +21,7 @@ from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
+    "is_round",
     "meshes",
     "model_parallel",
     "modes_and_sizes",
@@ -217,10 +218,14 @@ def _sizes(named: int | None, largest: int) -> tuple[int, ...]:
 def _axis_sizes(request: Request, named: int | None, largest: int) -> tuple[int, ...]:
     """Sizes of an axis to try: powers of two, and three times these where the devices divide into threes."""
     assert isinstance(request.gpus, int)
-    powers = _sizes(named, largest)
     if named is not None or request.gpus % 3:
-        return powers
-    return tuple(sorted({*powers, *(3 * size for size in powers if 3 * size <= largest)}))
+        return _sizes(named, largest)
+    return tuple(filter(is_round, range(1, max(largest, 1) + 1)))
+
+
+def is_round(number: int) -> bool:
+    """Whether it is a power of two, or three times one."""
+    return number // (number & -number) in (1, 3)
 
 
 def _tensor_sizes(request: Request, model: ModelShape, near: int) -> tuple[int, ...]:

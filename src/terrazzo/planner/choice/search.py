@@ -10,6 +10,7 @@ from terrazzo.errors import BadInput
 from terrazzo.messages import GIB
 from terrazzo.planner.assemble import assemble, memory_under
 from terrazzo.planner.choice.candidates import (
+    is_round,
     meshes,
     model_parallel,
     modes_and_sizes,
@@ -80,14 +81,7 @@ def _estimated(miss: Refusal | None, calibration: Calibration | None) -> Estimat
 
 def spread(counts: Sequence[int]) -> tuple[int, ...]:
     """The numbers of devices among many that are a power of two, or three times one, and the ends."""
-    return tuple(count for count in counts if count in (counts[0], counts[-1]) or _is_round(count))
-
-
-def _is_round(count: int) -> bool:
-    odd = count
-    while odd % 2 == 0:
-        odd //= 2
-    return odd in (1, 3)
+    return tuple(count for count in counts if count in (counts[0], counts[-1]) or is_round(count))
 
 
 class _Tried:

@@ -146,8 +146,10 @@ def _named(equation: str, terms: Sequence[Sequence[str]], tensors: Sequence[Tens
     """The names of each tensor's dims."""
     named = []
     for term, tensor in zip(terms, tensors, strict=False):
-        others = tensor.dim() - len(term) + 1 if "..." in term else 0
-        named.append([f"...{number}" for number in range(others, 0, -1)] + [name for name in term if name != "..."])
+        others = tensor.dim() - len(term) + 1 if _OTHERS in term else 0
+        named.append(
+            [f"{_OTHERS}{number}" for number in range(others, 0, -1)] + [name for name in term if name != _OTHERS]
+        )
     if len(terms) != len(tensors) or any(
         len(each) != tensor.dim() for each, tensor in zip(named, tensors, strict=True)
     ):
