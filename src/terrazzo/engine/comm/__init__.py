@@ -19,7 +19,7 @@ Each exchange has a `Label` of `instrumentation`: two that do not belong togethe
     sums              sums whose order is promised
     failed_exchanges  what is raised where one has failed: who has ended, or where each rank has waited
     control_exchanges a few numbers of each rank, compared before they are used: agreements, norms, broadcasts
-    collectives       tensors and messages: calls torch.distributed, and so NCCL; counts every byte
+    collectives       tensors and messages: calls torch.distributed, and so NCCL; counts their bytes
     host              the ways that chunks take between CPU ranks
     backends          which group gets which collectives
 

@@ -1,4 +1,4 @@
-"""Collectives along a mesh axis, every byte counted: all of torch.distributed's that the engine calls.
+"""Collectives and messages along a mesh axis, with the bytes of what they move counted.
 
 All sums run in rank order along an axis, ((r0 + r1) + r2) + ..., on every backend but NCCL, which is what makes results
 reproducible bit by bit (see docs/numerics.md).

@@ -4,7 +4,8 @@ gloo ends a process when a message is longer than the place for it, and adds up 
 is not. So the first message of each of them is a row of one size, whatever it is for: the code of its label, what is
 done, with how many bytes, and the values themselves, where they fit. All ranks have the rows of all, and go on where
 they are about to do the same; else each tells the others its place, and all raise. What does not fit in a row follows
-in a collective of its own, of which then all ranks know the size.
+in a collective of its own, of which then all ranks know the size. What is counted are the values, and not the rows
+around them.
 
 What is in a device's memory, NCCL exchanges, and the host does not wait to compare: that leaves a trail instead.
 """

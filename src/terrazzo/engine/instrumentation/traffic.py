@@ -27,6 +27,8 @@ def kind_of_traffic(kind: str, what: str) -> str:
 class Traffic:
     """Collectives that one rank took part in, bytes that it sent, and how long it waited; the first two are exact.
 
+    Of what ranks agree on, the bytes are those of the numbers: see `control_exchanges` for what goes around them.
+
     Attributes:
         count, bytes: by kind of collective.
         times: the same by mesh axis and kind, with how long it took; activations have no axis but their own.

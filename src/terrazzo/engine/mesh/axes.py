@@ -38,7 +38,9 @@ class Axes:
     summed.
 
     Methods that span several ranks are told over which axes. Those that block raise `RanksApart` on every rank of them,
-    with the place of each, where they have come to something else. These are the sets of all ranks that:
+    with the place of each, where these have come to something else over the same axes; those that have come to
+    something over other axes lose their connections, or wait until their time is over. These are the sets of all ranks
+    that:
 
         data            see other data, in this stage and replica
         same_data       see the same data, there
