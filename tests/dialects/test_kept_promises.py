@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from terrazzo.dialects.core.description import Setting, build
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import findings_of
@@ -184,6 +185,38 @@ def test_a_schedule_that_the_trainer_lacks_stays_in_the_document_that_it_obeys(k
         assert conversion.before.value(path) == conversion.after.value(path)
 
 
+def test_a_share_of_the_run_is_in_no_key_of_a_scheduler_that_is_not_written() -> None:
+    for kind, written in (("cosine", True), ("warmup_stable_decay", False)):
+        source = {"max_steps": 100, "lr_scheduler_type": kind, "warmup_steps": 0.1, "lr_scheduler_kwargs": DECAY}
+        conversion = converted("trainer", "deepspeed", source, world=8)
+        (verdict,) = [each for each in conversion.verdicts if each.key == "warmup_steps"]
+        assert ("scheduler" in conversion.document) is written
+        assert (verdict.kind, verdict.target) == ("lossy", WARM if written else ""), verdict
+
+
+DECAY = {"num_decay_steps": 20, "decay_type": "linear"}
+WARM = "scheduler.params.warmup_num_steps"
+
+
+@pytest.mark.parametrize(("target", "here"), [("terrazzo", True), ("torchtitan", False)])
+def test_defaults_that_terrazzo_has_keys_for_are_not_said_to_be_unsayable(target: str, here: bool) -> None:
+    unsaid = converted("megatron", target, {"num-layers": 8}).unsaid
+    (told,) = [each.why for each in unsaid if each.key == "num-layers"]
+    absent, _, written_here = told.partition("; ")
+    assert absent.startswith("no such settings") and "init-method-std 0.02" in absent
+    assert ("hidden-dropout 0.1" in absent) is not here
+    assert ("hidden-dropout 0.1 (in Terrazzo: model.dropout" in written_here) is here, told
+
+
+@pytest.mark.parametrize(("trained", "saved"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_the_command_that_is_named_for_saved_weights_writes_what_is_asked_for(trained: str, saved: str) -> None:
+    states = dict.fromkeys(("weight", "compute", "reduce", "accumulate", "master", "moments"), trained)
+    asked = {**states, "saved": saved}
+    told = {f"precision.{state}": Setting(dtype, "file", state) for state, dtype in asked.items()}
+    (verdict,) = [each for each in dialect("terrazzo").write(build("other", told)).verdicts if each.kind == "lossy"]
+    assert verdict.key == "precision.saved" and f"--to hf --dtype {saved}` writes it so" in verdict.why
+
+
 MACHINES: dict[str, dict[str, Any]] = {
     "lightning": {"trainer": {"devices": 8, "num_nodes": 4, "strategy": "ddp"}},
     "megatron": {"torchrun": {"nproc-per-node": 8, "nnodes": 4}, "micro-batch-size": 1},
@@ -206,6 +239,21 @@ def test_ranks_stay_on_as_many_machines_or_the_launcher_is_named(source: str, ta
     (verdict,) = [verdict for verdict in conversion.verdicts if verdict.key in keys]
     assert "torchrun --nnodes 4 --nproc-per-node 8" in verdict.why and verdict.kind == "applied"
     assert "ranks" not in conversion.document.get("launch", {})  # which would start all of them on one machine
+
+
+def test_a_global_batch_that_does_not_follow_is_a_loss() -> None:
+    apart = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    (verdict,) = converted("deepspeed", "trainer", apart, world=4).verdicts[:1]
+    assert verdict.kind == "lossy" and "has 32 for batch.global_batch, not 64" in verdict.why
+
+
+@pytest.mark.parametrize("target", ["terrazzo", "deepspeed", "trainer", "torchtitan"])
+def test_sizes_of_a_batch_are_read_back_with_as_many_ranks(target: str) -> None:
+    """The number of ranks is the launcher's in all of them, and the third size follows from it."""
+    conversion = converted("megatron", target, {**MACHINES["megatron"], "global-batch-size": 64})
+    assert conversion.before.value("batch.accumulation") == conversion.after.value("batch.accumulation") == 2
+    (verdict,) = [each for each in conversion.verdicts if each.key == "global-batch-size"]
+    assert verdict.kind in ("applied", "renamed"), verdict
 
 
 @pytest.mark.parametrize(

@@ -55,22 +55,11 @@ class Draft:
     # -- what becomes of a setting ---------------------------------------------------------------------------------
 
     def put(
-        self,
-        paths: str | Iterable[str],
-        key: str,
-        value: Any,
-        why: str = "",
-        kind: VerdictKind = "applied",
-        *,
-        holds: bool = False,
+        self, paths: str | Iterable[str], key: str, value: Any, why: str = "", kind: VerdictKind = "applied"
     ) -> None:
-        """Write a key, which says one or more settings. Unset ones get no verdict.
-
-        Args:
-            why: a remark; with `holds` how the settings hold although the key, read back, says another value.
-        """
+        """Write a key, which says one or more settings; `why`: a remark. Unset ones get no verdict."""
         self.write(key, value)
-        self._mark(paths, kind, key, why, holds=holds and bool(why))
+        self._mark(paths, kind, key, why)
 
     def copy(self, path: str, key: str) -> None:
         """Write a setting's value as it is, if it is set and not None."""
@@ -90,14 +79,23 @@ class Draft:
             value = words[value] if words is not None else value
             self.put(path, key, list(value) if isinstance(value, tuple) else value)
 
-    def implied(self, paths: str | Iterable[str], why: str = "", key: str = "", *, holds: bool = True) -> None:
-        """The target does so without a key, or by `key`, already written.
+    def implied(self, paths: str | Iterable[str], why: str = "", key: str = "") -> None:
+        """The target does so without a key, or by `key`, already written, and the document read back says so.
+
+        `why`: a remark.
+        """
+        self._mark(paths, "applied", key, why)
+
+    def holds(self, paths: str | Iterable[str], why: str, key: str = "") -> None:
+        """The setting holds, although the document read back says nothing of it, or another value.
+
+        A claim that nothing confirms: `implied` is for what the document says itself.
 
         Args:
-            why: how, where the document read back does not say the setting's value: without it that is a loss.
-            holds: `why` is that; else it is a remark.
+            why: how it holds. Without a word there is no claim.
+            key: that says it, already written.
         """
-        self._mark(paths, "applied", key, why, holds=holds and bool(why))
+        self._mark(paths, "applied", key, why, holds=bool(why))
 
     def does(self, path: str, value: Any) -> None:
         """The target has no key for it, and does it in one of `_WAYS`, which may be what is asked for."""
@@ -155,7 +153,7 @@ class Draft:
                 why = f"without {axis.key} it says nothing"
                 self._mark(path, "lossy" if setting.keys else "applied", "", why, holds=not setting.keys)
             elif path == "precision.output" and setting.value == self.value("precision.compute"):
-                self.implied(path, "the model returns what it computes in")
+                self.holds(path, "the model returns what it computes in")
             elif asks_for_nothing(path, setting.value) or follows:
                 self.implied(path)
             else:

@@ -16,6 +16,8 @@ from terrazzo.dialects.core.agreement import agree_on, extras_by_key, has_no_eff
 from terrazzo.dialects.core.description import PATHS, Description, Extra, Setting, as_text, asks_for_nothing
 from terrazzo.dialects.core.dialect import Dialect, Finding, Reading, ReadingContext, Writing
 from terrazzo.dialects.core.key_verdict import LOST, KeyVerdict, worst
+from terrazzo.dialects.core.keys import Key
+from terrazzo.dialects.core.mesh import ranks_of_all_axes
 from terrazzo.dialects.verbs.check import findings_of, other_world
 from terrazzo.dialects.verbs.understand import Understood, read_document
 from terrazzo.documents.dotted_keys import flatten, keys_in
@@ -65,9 +67,10 @@ def convert_reading(source: Dialect, reading: Reading, target: Dialect, context:
     """As `convert`, from what has been read."""
     before = reading.description
     writing = target.written(before, context)
-    read_back = read_document(target, writing.document, context)
+    launched = replace(context, world=before.value("mesh.world") or context.world)  # whoever starts them in the target
+    read_back = read_document(target, writing.document, launched)
     after = read_back.description
-    found = findings_of(target, read_back, context) if before.dialect != target.name else ()
+    found = findings_of(target, read_back, launched) if before.dialect != target.name else ()
     told = dict.fromkeys([*other_world(before, context), *found])
     faults = tuple(finding for finding in told if finding.level == "error")
     fates = _Fates(before, read_back, writing, target, faults)
@@ -84,14 +87,19 @@ def _by_default(source: Dialect, reading: Reading, target: Dialect) -> Iterable[
 
     One verdict for all beside one key. Where such a key is refused, one that the document has says it.
     """
-    defaults: dict[str, dict[str, Any]] = {}
+    defaults: dict[str, list[tuple[str, Key]]] = {}
     for key, row in source.keys.items():
         if row.loss == "lossy" and row.lost_beside in reading.values and key not in reading.values:
-            defaults.setdefault(row.lost_beside, {})[key] = row.default
-    for beside, values in defaults.items():
-        told = ", ".join(f"{key} {as_text(value)}" for key, value in values.items())
-        why = f"no such settings in {target.title} as hold beside it by default: {told}"
-        yield KeyVerdict(beside, reading.values[beside], "lossy", "", why)
+            defaults.setdefault(row.lost_beside, []).append((key, row))
+    for beside, rows in defaults.items():
+        named = {f"{key} {as_text(row.default)}": row.here if target.name == "terrazzo" else "" for key, row in rows}
+        absent = ", ".join(told for told, here in named.items() if not here)
+        said = ", ".join(f"{told} (in Terrazzo: {here})" for told, here in named.items() if here)
+        whys = (
+            f"no such settings in {target.title} as hold beside it by default: {absent}" if absent else "",
+            f"what holds beside it by default is not written: {said}" if said else "",
+        )
+        yield KeyVerdict(beside, reading.values[beside], "lossy", "", "; ".join(filter(None, whys)))
 
 
 class _Fates:
@@ -139,6 +147,8 @@ class _Fates:
     def _is_gone(self, path: str) -> bool:
         """Whether a setting that asks for something is not in the document read back."""
         asks = not asks_for_nothing(path, self.before.value(path)) and not has_no_effect(self.before, path)
+        if path == "mesh.world" and self.before[path].origin == "file":  # it is read back with as many
+            return not self.after[path].keys and ranks_of_all_axes(self.after) is None
         return asks and not self.after[path].is_set
 
     def _blame(self, fault: Finding) -> None:

@@ -61,7 +61,7 @@ def _machines(draft: Draft) -> None:
     if draft.value("training.device") == "cpu":
         draft.put("training.device", "use_cpu", True)
     else:
-        draft.implied("training.device", "a GPU where there is one")
+        draft.holds("training.device", "a GPU where there is one")
 
 
 def _half(draft: Draft, engine: str) -> str | None:

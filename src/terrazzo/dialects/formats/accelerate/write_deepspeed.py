@@ -59,7 +59,7 @@ def _offload(draft: Draft, stage: int) -> None:
         value = usual.get(path)
         unused = path in NVME_ONLY and "nvme" not in devices.values()
         if unused or draft.value(path, value) in (value, "auto") or set(devices.values()) == {"device"}:
-            draft.implied(path, ON_CPU if path == "offload.step" and draft.value(path) == "auto" else "")
+            draft.holds(path, ON_CPU if path == "offload.step" and draft.value(path) == "auto" else "")
         else:
             draft.lossy(path, _IN_FILE)
 
@@ -129,7 +129,7 @@ def _axes(draft: Draft, stage: int) -> None:
     draft.implied(DATA_AXIS_PATHS, "all ranks that are started")
     if draft.description.row in TWO_AXES:
         draft.lossy(DATA_AXIS_PATHS, f"groups of ranks are in no key of Accelerate's: {_IN_FILE}")
-    draft.implied(["units.policy", "units.classes", "units.min_numel"], BY_PARAMETER)
+    draft.holds(["units.policy", "units.classes", "units.min_numel"], BY_PARAMETER)
     for path in ("prefetch.forward", "prefetch.backward"):
         if stage == 3 and draft.value(path, 1) != 1:
             draft.lossy(path, f"DeepSpeed gathers ahead by elements: {_IN_FILE}")

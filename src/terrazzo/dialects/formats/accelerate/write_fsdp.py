@@ -64,7 +64,7 @@ def _sizes(draft: Draft, row: str, version: int, shards: int | None) -> None:
     elif row in HYBRID_ROWS or max(sizes.values()) > 1:
         _parallel(draft, row in HYBRID_ROWS, shards, sizes)
     else:
-        draft.implied(DATA_AXIS_PATHS, "all data ranks are one axis")
+        draft.holds(DATA_AXIS_PATHS, "all data ranks are one axis")
 
 
 def _parallel(draft: Draft, hybrid: bool, shards: int | None, sizes: dict[str, int]) -> None:
@@ -72,7 +72,7 @@ def _parallel(draft: Draft, hybrid: bool, shards: int | None, sizes: dict[str, i
     if hybrid:
         draft.put("mesh.dp_replicate", f"{_P}dp_replicate_size", replicas)
     else:
-        draft.implied("mesh.dp_replicate", "all data ranks are one axis")
+        draft.holds("mesh.dp_replicate", "all data ranks are one axis")
     why = f"the number of ranks is not known: set {key}" if shards is None else ""
     if shards is not None:
         draft.write(key, shards)
@@ -92,7 +92,8 @@ def _units(draft: Draft) -> None:
     draft.implied(["units.classes", "units.min_numel"])
     if policy == "classes":
         names, why = bare_classes(draft)
-        draft.put("units.classes", f"{_F}transformer_layer_cls_to_wrap", ",".join(names), why, holds=True)
+        draft.write(where := f"{_F}transformer_layer_cls_to_wrap", ",".join(names))
+        draft.holds("units.classes", why, where)
     elif policy == "min_numel" and draft.value("units.min_numel") is not None:
         draft.put("units.min_numel", f"{_F}min_num_params", draft.value("units.min_numel"))
     ignored = draft.value("units.ignored")
@@ -143,11 +144,12 @@ def _saving(draft: Draft) -> None:
         return
     if export == "none" and state != "full":
         why = "shards resume on any number of ranks" if state == "local" else ""
-        draft.put(paths, key, "SHARDED_STATE_DICT", why, holds=True)
+        draft.write(key, "SHARDED_STATE_DICT")
+        draft.holds(paths, why, key)
         return
     draft.put(paths, key, "FULL_STATE_DICT")
     if state not in ("full", None):
-        draft.implied("saving.state", "whole checkpoints resume on any number of ranks", key)
+        draft.holds("saving.state", "whole checkpoints resume on any number of ranks", key)
     if export == "hf":
         draft.lossy("saving.export", "one state dict, without the model's other files", key)
 
@@ -191,4 +193,4 @@ def _accumulated(draft: Draft, kind: str) -> None:
     if draft.value(path, kind) != kind:
         draft.lossy(path, f"it is {kind} there: {AT_ONCE}")
     else:
-        draft.implied(path, "" if kind == "fp32" else "as long as they are not reduced", "mixed_precision")
+        draft.holds(path, "" if kind == "fp32" else "as long as they are not reduced", "mixed_precision")

@@ -26,14 +26,14 @@ def write_replicas(draft: Draft, half: str | None, context: ReadingContext) -> N
     for path in ("precision.loss_scaling", "precision.static_loss_scale"):
         if draft.value(path) is not None:
             draft.lossy(path, "Accelerate scales the loss by torch's GradScaler: pass GradScalerKwargs")
-    draft.implied(["units.policy", "units.classes", "units.min_numel"], "whole weights are not gathered")
-    draft.implied(["prefetch.forward", "prefetch.backward"], "whole weights are not gathered")
+    draft.holds(["units.policy", "units.classes", "units.min_numel"], "whole weights are not gathered")
+    draft.holds(["prefetch.forward", "prefetch.backward"], "whole weights are not gathered")
     draft.implied("loading.broadcast")
     if draft.value("saving.export") == "hf":
         draft.lossy("saving.export", "your code writes it: accelerator.unwrap_model(model).save_pretrained(...)")
     else:
         draft.implied("saving.export")
     if draft.value("saving.state", "full") != "full":
-        draft.implied("saving.state", "every rank has the whole state: its checkpoint fits any number of ranks")
+        draft.holds("saving.state", "every rank has the whole state: its checkpoint fits any number of ranks")
     else:
         draft.implied("saving.state")

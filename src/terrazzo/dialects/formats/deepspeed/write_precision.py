@@ -105,7 +105,8 @@ def _scale(draft: DeepSpeedDraft) -> None:
         return
     if scaling is None:
         if draft.is_set(_SCALING):
-            draft.put(_SCALING, "fp16.loss_scale", 1.0, "a fixed scale of 1 is none", holds=True)
+            draft.write("fp16.loss_scale", 1.0)
+            draft.holds(_SCALING, "a fixed scale of 1 is none", "fp16.loss_scale")
         return
     draft.implied(_SCALING)
     values = {
@@ -175,7 +176,7 @@ def _rest(draft: DeepSpeedDraft, wanted_dtypes: dict[str, str | None], brought: 
         if wanted in (None, brought[name]):
             draft.implied(path)
         elif wanted == LOADED and brought["weight"] == "fp32":  # nothing is cast: buffers stay, weights must be fp32
-            draft.implied(path, "as loaded") if name == "buffers" else draft.lossy(path, "load the model in fp32")
+            draft.holds(path, "as loaded") if name == "buffers" else draft.lossy(path, "load the model in fp32")
         elif wanted == LOADED:
             draft.lossy(path, f"DeepSpeed casts the model to {brought[name]}, in whatever dtype it was loaded")
         elif name == "saved":

@@ -17,6 +17,7 @@ from terrazzo.dialects.formats.deepspeed.keys import (
     SCHEDULER_PARAMS,
     WARMUP_LAG,
 )
+from terrazzo.dialects.formats.shared.batch_words import GLOBAL_BATCH_FOLLOWS, size_follows
 from terrazzo.dialects.formats.shared.deepspeed_words import BY_PARAMETER
 from terrazzo.dialects.formats.shared.schedule_words import warmup_steps, write_lags
 from terrazzo.documents.dotted_keys import join
@@ -46,7 +47,7 @@ def write_batch(draft: DeepSpeedDraft) -> None:
         draft.missing("batch.micro_batch", key, why)
     for path, size in sizes.items():
         if size is None or (path == "batch.global_batch" and micro is not None and steps is not None):
-            draft.implied(path, "micro-batch × accumulation × ranks" if size is not None else "")
+            size_follows(draft, path, GLOBAL_BATCH_FOLLOWS if size is not None else "")
         else:
             draft.put(path, _BATCH[path], size)
 
@@ -89,7 +90,7 @@ def _options(draft: DeepSpeedDraft, name: str, built_in: bool) -> None:
         draft.lossy("optimizer.options", f"DeepSpeed's {name} takes no {', '.join(dropped)}", _PARAMS)
     else:
         idle = bool(options) and options.keys() <= {*_KERNELS}
-        draft.implied("optimizer.options", "how a step is computed, not what" if idle else "", _PARAMS)
+        draft.holds("optimizer.options", "how a step is computed, not what" if idle else "", _PARAMS)
 
 
 def _of_matrices(draft: DeepSpeedDraft, argument: str, value: Any) -> bool:
@@ -113,11 +114,11 @@ def write_schedule(draft: DeepSpeedDraft) -> None:
         return
     kinds = {neutral: kind for kind, neutral in NEUTRAL.items()}
     kind = kinds.get(name, name)
-    warm_up = _warm_up(draft)
+    warm_up = _share_in_steps(draft) or int(draft.value("schedule.warmup_steps", 0))
     if kind not in SCHEDULER_PARAMS:
         draft.refuse("schedule.name", f"DeepSpeed has no {name}: pass a torch scheduler to deepspeed.initialize")
     elif name == "constant" and not warm_up:
-        draft.implied("schedule.name", "without a schedule the rate stays what it is")
+        draft.holds("schedule.name", "without a schedule the rate stays what it is")
         _no_end(draft)
     elif "total_num_steps" in SCHEDULER_PARAMS[kind] and draft.value("schedule.total_steps") is None:
         draft.refuse("schedule.name", f"{kind} needs the run's length: give it as total_num_steps")
@@ -132,14 +133,10 @@ def _no_end(draft: DeepSpeedDraft) -> None:
         draft.lossy("schedule.total_steps", "the JSON has no length of the run: your own loop ends it")
 
 
-def _warm_up(draft: DeepSpeedDraft) -> int:
-    """Steps of warm-up, also from a share of the run."""
-    total: int | None = draft.value("schedule.total_steps")
-    share: float | None = draft.value("schedule.warmup_fraction")
-    if share and total:
-        draft.implied("schedule.warmup_fraction", "in steps", f"{_SCHEDULE}.warmup_num_steps")
-        return warmup_steps(share, total)
-    return int(draft.value("schedule.warmup_steps", 0))
+def _share_in_steps(draft: DeepSpeedDraft) -> int:
+    """Steps of a warm-up that is a share of the run; 0 where it is none, or the run's length is not known."""
+    share, total = draft.value("schedule.warmup_fraction"), draft.value("schedule.total_steps")
+    return warmup_steps(share, total) if share and total else 0
 
 
 def _arguments(draft: DeepSpeedDraft, kind: str, warm_up: int) -> None:
@@ -150,7 +147,7 @@ def _arguments(draft: DeepSpeedDraft, kind: str, warm_up: int) -> None:
     if "total_num_steps" in known:
         _known(draft, "schedule.total_steps", f"{_SCHEDULE}.total_num_steps")
     elif kind == "WarmupLR":
-        draft.implied("schedule.final_fraction", "it has no end")
+        draft.holds("schedule.final_fraction", "it has no end")
         _no_end(draft)
     _peak_and_end(draft, kind)
     for argument, value in draft.value("schedule.options", {}).items():
@@ -166,6 +163,8 @@ def _warm(draft: DeepSpeedDraft, steps: int) -> None:
         draft.put((path, lag), key, 1, "DeepSpeed warms up over 2 steps at least", "lossy")
     else:
         draft.put(path, key, steps)
+    if _share_in_steps(draft):
+        draft.holds("schedule.warmup_fraction", "in steps", key)
     if "warmup_type" not in draft.value("schedule.options", {}):
         draft.write(f"{_SCHEDULE}.warmup_type", "linear")
 
@@ -223,7 +222,7 @@ def _not_finite(draft: DeepSpeedDraft) -> None:
         kind: VerdictKind = "lossy" if lost else "applied"
         draft.put(path, "bf16.check_grad_overflow", word != "go_on", lost, kind)
     elif scaled and word == "skip":
-        draft.implied(path, "as the loss scale shrinks")
+        draft.holds(path, "as the loss scale shrinks")
     elif word not in (None, "go_on"):
         draft.lossy(path, f"DeepSpeed {'leaves such a step out' if scaled else 'does not look'}, and goes on")
     if draft.is_set("training.loss_mean"):
@@ -231,9 +230,9 @@ def _not_finite(draft: DeepSpeedDraft) -> None:
 
 
 def _units(draft: DeepSpeedDraft) -> None:
-    draft.implied(["units.policy", "units.classes", "units.min_numel"], BY_PARAMETER)
+    draft.holds(["units.policy", "units.classes", "units.min_numel"], BY_PARAMETER)
     if draft.value("units.ignored"):
         draft.lossy("units.ignored", "DeepSpeed splits every parameter")
     if draft.value("loading.low_memory"):
         draft.lossy("loading.low_memory", "build the model within deepspeed.zero.Init()")
-    draft.implied("loading.broadcast", "DeepSpeed broadcasts rank 0's weights")
+    draft.holds("loading.broadcast", "DeepSpeed broadcasts rank 0's weights")

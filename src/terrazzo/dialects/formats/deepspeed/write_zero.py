@@ -64,7 +64,7 @@ def write_mesh(draft: DeepSpeedDraft, stage: int) -> None:
     """Write degrees. Data parallelism is what the launcher starts."""
     leave_to_launcher(draft, "deepspeed with a hostfile or --num_gpus, or ")
     if not draft.has(f"{ZERO}.zero_hpz_partition_size") and not draft.has(MICS):
-        draft.implied(["mesh.dp_shard", "mesh.dp_replicate"], "all ranks that the launcher starts")
+        draft.holds(["mesh.dp_shard", "mesh.dp_replicate"], "all ranks that the launcher starts")
     degrees = {axis: draft.value(f"mesh.{axis}", 1) for axis in MODEL_AXES}
     if degrees["tp"] > 1:
         draft.put("mesh.tp", "tensor_parallel.autotp_size", degrees["tp"])
@@ -118,7 +118,7 @@ def write_offload(draft: DeepSpeedDraft, stage: int) -> None:
     _pin(draft, sections)
     _nvme(draft, [name for name, tier in (("offload_optimizer", optim), ("offload_param", weight)) if tier == "nvme"])
     if optim == "device" or draft.value("offload.step", "auto") in ("auto", "synchronous"):
-        draft.implied("offload.step", "" if optim == "device" else ON_CPU)
+        draft.holds("offload.step", "" if optim == "device" else ON_CPU)
     else:
         draft.lossy("offload.step", "DeepSpeed's step on the CPU waits for the whole of backward")
 
@@ -201,7 +201,7 @@ def write_prefetch(draft: DeepSpeedDraft, stage: int) -> None:
     ahead = [draft.value(path, 0) for path in paths if draft.is_set(path)]
     key = f"{ZERO}.stage3_prefetch_bucket_size"
     if stage < 3 or not ahead:
-        draft.implied(paths, "whole weights need no gathering")
+        draft.holds(paths, "whole weights need no gathering")
     elif not any(ahead):
         draft.put(paths, key, 0)
     else:
@@ -224,7 +224,7 @@ def write_saving(draft: DeepSpeedDraft, stage: int) -> None:
         why = "a plain state dict: call save_16bit_model" if export == "hf" else ""
         draft.put_if_needed("saving.export", key, export != "none", ("lossy" if export == "hf" else "applied", why))
     elif export == "full":
-        draft.implied("saving.export", "save_16bit_model writes it at any time")
+        draft.holds("saving.export", "save_16bit_model writes it at any time")
     if draft.value("saving.background"):
         why = "a checkpoint of that writer may not load again: try it first"
         draft.put("saving.background", "checkpoint.writer.decoupled", True, why, "lossy")

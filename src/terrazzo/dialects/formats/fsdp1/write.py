@@ -46,7 +46,7 @@ def _write_row(draft: Draft, row: str, why: str) -> None:
 def _write_mesh(draft: Draft, row: str | None, world: int | None) -> None:
     if lost := [axis for axis in SAME_DATA_AXES if draft.value(f"mesh.{axis}", 1) != 1]:
         told = [path for path in DATA_AXIS_PATHS if draft.value(path) not in (None, 1)]
-        draft.implied(DATA_AXIS_PATHS, "all ranks are data ranks")
+        draft.holds(DATA_AXIS_PATHS, "all ranks are data ranks")
         draft.lossy(told, f"without {' and '.join(lost)} more ranks are left to the data axes: they take them all")
         return
     replicas, shards = draft.value("mesh.dp_replicate"), draft.value("mesh.dp_shard")
@@ -58,7 +58,7 @@ def _write_mesh(draft: Draft, row: str | None, world: int | None) -> None:
         draft.put(DATA_AXIS_PATHS, "device_mesh", [replicas, shards])
     else:
         known = [path for path in DATA_AXIS_PATHS if draft.value(path) is not None]
-        draft.implied(DATA_AXIS_PATHS, "by default the ranks of a node are shards, and the nodes replicas")
+        draft.holds(DATA_AXIS_PATHS, "by default the ranks of a node are shards, and the nodes replicas")
         draft.lossy(known, "device_mesh needs both sizes, and the number of ranks is not known: say --world")
 
 
@@ -67,9 +67,10 @@ def _write_flat_mesh(draft: Draft, shards: int | None) -> None:
     replicas = draft.setting("mesh.dp_replicate").value if draft.is_set("mesh.dp_replicate") else 1
     if shards is not None and replicas is not None:
         why = "" if replicas == 1 else "all data ranks are one axis"
-        draft.put(DATA_AXIS_PATHS, "device_mesh", [replicas * shards], why, holds=True)
+        draft.write("device_mesh", [replicas * shards])
+        draft.holds(DATA_AXIS_PATHS, why, "device_mesh")
     else:
-        draft.implied(DATA_AXIS_PATHS, "all data ranks are one axis")
+        draft.holds(DATA_AXIS_PATHS, "all data ranks are one axis")
 
 
 def _write_prefetch(draft: Draft) -> None:

@@ -37,7 +37,7 @@ def _units(draft: Draft) -> None:
         paths = ("units.policy", "units.min_numel")
         draft.lossy(paths, "fully_shard has no rule for units: name the classes of the blocks in module")
     else:
-        draft.implied("units.policy", "called on the root alone: the whole model is one unit")
+        draft.holds("units.policy", "called on the root alone: the whole model is one unit")
     draft.option("units.ignored", "ignored_params")
 
 

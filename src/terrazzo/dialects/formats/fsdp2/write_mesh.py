@@ -38,7 +38,7 @@ def _write_reshard(draft: Draft, row: str, why: str) -> None:
     )
     if row == "zero0":
         note = "one rank per shard group: weights, gradients and optimizer state whole on every rank, as in DDP"
-        draft.implied(SHARDING_PATHS, note, "mesh", holds=False)
+        draft.implied(SHARDING_PATHS, note, "mesh")
     else:
         draft.put(SHARDING_PATHS, key, value, why, "lossy" if why else "applied")
 

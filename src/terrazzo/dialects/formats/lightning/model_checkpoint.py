@@ -172,7 +172,7 @@ def write_saving(draft: Draft) -> None:
     draft.write(key := "trainer.callbacks", [{"class_path": _CLASS, "init_args": each} for each in savers])
     draft.implied((*paths, "saving.folder"), key=key)
     if len(savers) > 1 and keep:
-        draft.implied("saving.keep_last", "and the one at the end of the run beside them", key, holds=False)
+        draft.implied("saving.keep_last", "and the one at the end of the run beside them", key)
     if total is None:
         edit = "at the end of a run none is saved there: set schedule.total_steps"
         draft.lossy("saving.when", f"ModelCheckpoint saves at multiples of {_EVERY} alone, and {edit}", key)

@@ -122,7 +122,7 @@ def _schedule(draft: Draft) -> None:
     if not draft.has("optimizer"):
         draft.lossy(paths, "the LightningModule returns its schedule from configure_optimizers")
     elif draft.value("schedule.name", "constant") == "constant" and not warm:
-        draft.implied(paths, "no lr_scheduler: the rate stays as it is")
+        draft.holds(paths, "no lr_scheduler: the rate stays as it is")
     else:
         edit = "return it with the optimizer from configure_optimizers instead"
         draft.lossy(paths, f"LightningCLI steps a schedule once an epoch: {edit}")
@@ -147,12 +147,12 @@ def _clip(draft: Draft, sharded: bool) -> None:
 def _ddp(draft: Draft, context: ReadingContext) -> None:
     draft.put(SHARDING_PATHS, _STRATEGY, "ddp")
     draft.implied(DATA_AXIS_PATHS, "every rank is a replica", _STRATEGY)
-    draft.implied([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
+    draft.holds([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
     if any(draft.value(path, "device") != "device" for path in TIER_PATHS):
         draft.refuse(TIER_PATHS, "DDP moves nothing to the CPU: shard with zero3")
     else:
         draft.implied([path for path in PATHS if path.startswith("offload.")])
-    draft.implied("loading.broadcast", "DDP does so")
+    draft.holds("loading.broadcast", "DDP does so")
     _recomputed(draft, sharded=False)
     _state(draft, sharded=False)
     _clip(draft, sharded=False)
@@ -186,7 +186,7 @@ def _adopt(draft: Draft, verdicts: list[KeyVerdict], section: str) -> None:
         elif verdict.kind == "lossy":
             draft.lossy(verdict.key, verdict.why, key)
         else:
-            draft.implied(verdict.key, verdict.why, key, holds=verdict.holds)
+            (draft.holds if verdict.holds else draft.implied)(verdict.key, verdict.why, key)
 
 
 def _recomputed(draft: Draft, *, sharded: bool) -> None:
@@ -206,10 +206,11 @@ def _state(draft: Draft, *, sharded: bool) -> None:
     state = draft.value("saving.state", "full")
     if sharded and state != "full" and draft.value("saving.export", "none") == "none":
         why = "shards resume on any number of ranks" if state == "local" else ""
-        draft.put("saving.state", f"{_ARGUMENTS}.state_dict_type", "sharded", why, holds=True)
+        draft.write(key := f"{_ARGUMENTS}.state_dict_type", "sharded")
+        draft.holds("saving.state", why, key)
         draft.implied("saving.export")
         return
-    draft.implied(("saving.state", "saving.export"), "one file with all weights")
+    draft.holds(("saving.state", "saving.export"), "one file with all weights")
 
 
 # -- precision -----------------------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ def _precision(draft: Draft, kind: str, context: ReadingContext) -> None:
         if _is_met(path, wanted, row):
             cast = "" if does.value == setting.value or not setting.value else _cast(word, does.value)
             key = f"{_POLICY}.{POLICY[state]}" if policy and state in policy else "trainer.precision"
-            draft.implied(path, cast, key)
+            draft.holds(path, cast, key)
         elif path == "precision.autocast":
             how = "runs under autocast: norms, softmax and losses compute in fp32" if does.value else "has no autocast"
             draft.lossy(path, f"under {word} the forward {how}", "trainer.precision")

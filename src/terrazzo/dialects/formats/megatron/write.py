@@ -73,7 +73,7 @@ def _sharding(draft: Draft, context: ReadingContext) -> None:
     elif row is None and why:
         draft.refuse(SHARDING_PATHS, f"{why}: choose one of {', '.join(_ROWS)}")
     elif row == "zero0":
-        draft.implied(SHARDING_PATHS, why, holds=False)
+        draft.implied(SHARDING_PATHS, why)
     elif row == "zero1":
         draft.put(SHARDING_PATHS, "use-distributed-optimizer", True, why)
     elif row == "shard_grad_op":
@@ -86,7 +86,7 @@ def _sharding(draft: Draft, context: ReadingContext) -> None:
     elif row is not None:
         _megatrons(draft, row, why)
     if not draft.has(_GROUPS):
-        draft.implied(DATA_AXIS_PATHS, "all ranks that the other axes leave")
+        draft.holds(DATA_AXIS_PATHS, "all ranks that the other axes leave")
 
 
 def _megatrons(draft: Draft, row: str, why: str) -> None:
@@ -147,9 +147,9 @@ def _offload(draft: Draft) -> None:
     if not moved:
         draft.implied([path for path in _WAYS if draft.is_set(path)])
     if draft.value("offload.step") in ("auto", "synchronous"):
-        draft.implied("offload.step", ON_CPU)
+        draft.holds("offload.step", ON_CPU)
     if draft.value("offload.pin"):
-        draft.implied("offload.pin", "its copies on the CPU are pinned by default")
+        draft.holds("offload.pin", "its copies on the CPU are pinned by default")
 
 
 _WAYS = ("offload.step", "offload.pin", "offload.threads", "offload.buffers")

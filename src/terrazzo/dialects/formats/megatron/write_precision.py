@@ -38,7 +38,7 @@ def _weights(draft: Draft, kind: str) -> None:
         value = draft.value(path, always)
         if value == always or (name == "weight" and kind != "fp32" and value == "fp32"):
             same = "they have the dtype of products" if name == "buffers" else ""
-            draft.implied(path, same if value == always else "beside masters in fp32 it is a copy: the same numbers")
+            draft.holds(path, same if value == always else "beside masters in fp32 it is a copy: the same numbers")
         else:
             draft.lossy(path, f"{_WORDS[name]} {always} there")
     if draft.value("precision.autocast"):

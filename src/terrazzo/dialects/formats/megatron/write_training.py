@@ -17,6 +17,7 @@ from terrazzo.dialects.formats.megatron.keys import (
     OWNER_OF_BETAS,
     SCALES,
 )
+from terrazzo.dialects.formats.shared.batch_words import ACCUMULATION_FOLLOWS, size_follows
 from terrazzo.dialects.formats.shared.schedule_words import write_lags
 
 __all__ = ["write_training"]
@@ -32,9 +33,9 @@ def write_training(draft: Draft, context: ReadingContext) -> None:
     _loop(draft)
     _activations(draft)
     _saving(draft)
-    draft.implied(["units.policy", "units.classes", "units.min_numel"], "units are layers")
-    draft.implied(["prefetch.forward", "prefetch.backward"], "how far ahead weights are gathered is the library's")
-    draft.implied(["loading.low_memory", "loading.broadcast"], "each rank builds its own part")
+    draft.holds(["units.policy", "units.classes", "units.min_numel"], "units are layers")
+    draft.holds(["prefetch.forward", "prefetch.backward"], "how far ahead weights are gathered is the library's")
+    draft.holds(["loading.low_memory", "loading.broadcast"], "each rank builds its own part")
 
 
 def _batch(draft: Draft, context: ReadingContext) -> None:
@@ -44,7 +45,7 @@ def _batch(draft: Draft, context: ReadingContext) -> None:
     ranks = ranks_left(draft.description, context.world, SAME_DATA_AXES)
     if whole:
         draft.put("batch.global_batch", "global-batch-size", whole)
-        draft.implied("batch.accumulation", "global batch / (micro-batch × data ranks)", "global-batch-size")
+        size_follows(draft, "batch.accumulation", ACCUMULATION_FOLLOWS, "global-batch-size")
     elif micro and count and count > 1 and ranks:
         draft.put("batch.accumulation", "global-batch-size", micro * count * ranks)
     elif count and count > 1:
@@ -136,7 +137,8 @@ def _final_decay(draft: Draft, steps: int | None) -> None:
     total = draft.value("schedule.total_steps")
     if steps or total:
         why = "" if steps else "a fifth of the run"
-        draft.put("schedule.decay_steps", "lr-wsd-decay-iters", steps or max(1, total // 5), why, holds=True)
+        draft.write(key := "lr-wsd-decay-iters", steps or max(1, total // 5))
+        draft.holds("schedule.decay_steps", why, key)
 
 
 def _lowest(draft: Draft, name: str | None) -> None:
@@ -163,7 +165,7 @@ def _loop(draft: Draft) -> None:
     if draft.value("training.device") == "cpu":
         draft.refuse("training.device", "Megatron-LM trains on GPUs: leave it out")
     else:
-        draft.implied("training.device", "Megatron-LM trains on GPUs")
+        draft.holds("training.device", "Megatron-LM trains on GPUs")
 
 
 def _loss(draft: Draft) -> None:
@@ -175,7 +177,7 @@ def _loss(draft: Draft) -> None:
     if word == "go_on" and draft.setting("training.nonfinite").origin == "file":
         draft.put("training.nonfinite", "no-check-for-nan-in-loss-and-grad", True)
     elif draft.has("fp16") and not draft.has("loss-scale") and word == "skip":
-        draft.implied("training.nonfinite", "as the loss scale shrinks")
+        draft.holds("training.nonfinite", "as the loss scale shrinks")
     elif draft.has("fp16") and not draft.has("loss-scale") and word is not None:
         draft.lossy("training.nonfinite", "under a dynamic loss scale such a step is left out, and training goes on")
     else:
@@ -226,7 +228,7 @@ def _saving(draft: Draft) -> None:
     if state == "local" and not draft.has("ckpt-format"):
         draft.put("saving.state", "ckpt-format", "torch")
     else:
-        draft.implied("saving.state", "" if state == "sharded" else "checkpoints are sharded: torch_dist")
+        draft.holds("saving.state", "" if state == "sharded" else "checkpoints are sharded: torch_dist")
     if draft.value("saving.background"):
         draft.put("saving.background", "async-save", True)
         draft.write("use-persistent-ckpt-worker", True)

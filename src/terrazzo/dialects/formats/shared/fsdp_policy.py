@@ -130,11 +130,11 @@ def _third(draft: Draft, policy: Policy, stored: str) -> None:
         path, value = f"precision.{state}", draft.value(f"precision.{state}", natural)
         kept = loaded.get(natural, natural)
         if value in (natural, LOADED):
-            draft.implied(path, f"{draft.library} leaves it in {kept}" if state == "output" else "")
+            draft.holds(path, f"{draft.library} leaves it in {kept}" if state == "output" else "")
         elif state == third and value in TORCH_NAMES:
             draft.put(path, key, TORCH_NAMES[value])
         elif state == "buffers" and value == stored:
-            draft.implied(path, f"they keep the dtype in which the model is loaded: {stored}, as the masters do")
+            draft.holds(path, f"they keep the dtype in which the model is loaded: {stored}, as the masters do")
         else:
             draft.lossy(path, f"{draft.library} leaves {state} in {kept}: cast them in the model")
 
@@ -155,7 +155,7 @@ def _stored(draft: Draft, master: str, loaded: str | None) -> None:
         elif value != master and (path != "precision.weight" or master not in ("fp32", LOADED)):
             draft.lossy(path, f"{draft.library} keeps it in the dtype of the parameters, {master}")
         elif value != master:
-            draft.implied(path, f"the one copy kept is the master in {master}, cast at each gather: the same numbers")
+            draft.holds(path, f"the one copy kept is the master in {master}, cast at each gather: the same numbers")
         elif master in ("fp32", LOADED):
             draft.implied(path, "parameters keep the dtype in which the model is loaded" if "master" in path else "")
         else:

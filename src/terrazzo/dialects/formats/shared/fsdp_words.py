@@ -167,7 +167,7 @@ def write_offload(draft: Draft, key: str, value: Any = True) -> bool:
     if not any("nvme" in tier for tier in tiers.values()):
         draft.implied([path for path in idle if path in NVME_ONLY])
     if draft.value("offload.step") in ("auto", "synchronous"):
-        draft.implied("offload.step", ON_CPU)
+        draft.holds("offload.step", ON_CPU)
     if set(tiers.values()) == {"cpu"}:
         draft.put(TIER_PATHS, key, value)
         return True

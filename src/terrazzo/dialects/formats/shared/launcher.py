@@ -32,4 +32,4 @@ def leave_to_launcher(draft: Draft, also: str = "", program: str = "") -> None:
     nodes, each = draft.value("mesh.nodes", 1), ranks_of_each(draft) or "N"
     machines = f"--nnodes {nodes} " if nodes > 1 else ""
     words = f"torchrun {machines}--nproc-per-node {each} {program}".rstrip()
-    draft.implied(("mesh.world", "mesh.nodes"), f"said to the launcher: {also}{words}")
+    draft.holds(("mesh.world", "mesh.nodes"), f"said to the launcher: {also}{words}")

@@ -7,6 +7,7 @@ from terrazzo.dialects.core.agreement import NVME_ONLY, has_no_effect
 from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, as_text
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, degrees, ranks_left, ranks_needed
+from terrazzo.dialects.formats.shared.batch_words import ACCUMULATION_FOLLOWS, size_follows
 from terrazzo.dialects.formats.shared.fsdp_words import bare_classes
 from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
 from terrazzo.dialects.formats.shared.schedule_words import warmup_steps, write_lags
@@ -195,8 +196,7 @@ def _agrees(draft: TerrazzoDraft, whole: int, micro: int | None, count: int | No
         why = f"global_batch {whole} is not micro_batch {micro} × accumulation {count} × {ranks} ranks"
         draft.lossy("batch.accumulation", why)
     else:
-        why = "" if ranks else "global batch / (micro-batch × data ranks)"
-        draft.implied("batch.accumulation", why, "batch.global_batch")
+        size_follows(draft, "batch.accumulation", "" if ranks else ACCUMULATION_FOLLOWS, "batch.global_batch")
 
 
 def _optimizer(draft: TerrazzoDraft) -> None:
@@ -264,9 +264,8 @@ def _warmup(draft: TerrazzoDraft) -> None:
         draft.carry("schedule.warmup_steps")
     share = draft.value("schedule.warmup_fraction")
     if share and total:
-        draft.put(
-            "schedule.warmup_fraction", "schedule.warmup_steps", warmup_steps(share, total), "in steps", holds=True
-        )
+        draft.write("schedule.warmup_steps", warmup_steps(share, total))
+        draft.holds("schedule.warmup_fraction", "in steps", "schedule.warmup_steps")
     elif share:
         draft.lossy("schedule.warmup_fraction", "the length of the run is not known: set schedule.warmup_steps")
 
@@ -341,16 +340,16 @@ def _saved_when(draft: TerrazzoDraft) -> None:
     elif when == "steps" and draft.value("saving.every") is None:
         draft.lossy(path, "how often is not known: set checkpoint.every; without it one is written, at the end")
     else:
-        draft.implied(path, "one checkpoint is written all the same, at the end" if when == "never" else "")
+        draft.holds(path, "one checkpoint is written all the same, at the end" if when == "never" else "")
 
 
 def _saving(draft: TerrazzoDraft) -> None:
     export, state = draft.value("saving.export", "none"), draft.value("saving.state", "sharded")
     if draft.setting("saving.export").key or export != "none":
         draft.put("saving.export", "checkpoint.save_format", "hf" if export != "none" else "terrazzo")
-    draft.implied("loading.low_memory", "each rank reads its own part of the weights")
-    draft.implied("loading.broadcast", "all ranks start from the same values")
+    draft.holds("loading.low_memory", "each rank reads its own part of the weights")
+    draft.holds("loading.broadcast", "all ranks start from the same values")
     more = "" if state == "sharded" else "checkpoints are sharded, and resume on any number of ranks"
-    draft.implied("saving.state", more)
+    draft.holds("saving.state", more)
     _saved_when(draft)
     draft.carry("saving.every", "saving.keep_last", "saving.folder", "saving.background")

@@ -12,6 +12,8 @@ from terrazzo.words import DTYPE_FIELDS
 __all__ = ["write_precision"]
 
 _NAME = "precision.name"
+_EXPORTED = ("fp32", "bf16", "fp16")
+"""What `terrazzo checkpoint convert --dtype` writes."""
 
 
 def write_precision(draft: TerrazzoDraft) -> None:
@@ -90,7 +92,8 @@ def _follows(draft: TerrazzoDraft, field: str, name: str) -> None:
     elif dtype in (value, None) or value not in DTYPE_NAMES.values():
         draft.implied(path)
     else:
-        hint = "; `terrazzo checkpoint convert --to hf --dtype` narrows it" if field == "saved" else ""
+        told = f"; `terrazzo checkpoint convert --to hf --dtype {dtype}` writes it so"
+        hint = told if field == "saved" and dtype in _EXPORTED else ""
         draft.lossy(path, f"it is {value} here, as precision decides{hint}")
 
 

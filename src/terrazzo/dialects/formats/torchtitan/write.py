@@ -6,6 +6,7 @@ from terrazzo.dialects.core.description import LOADED, PATHS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left, ranks_needed
+from terrazzo.dialects.formats.shared.batch_words import ACCUMULATION_FOLLOWS, size_follows
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, write_offload
 from terrazzo.dialects.formats.shared.schedule_words import warmup_steps, write_lags
 from terrazzo.dialects.formats.torchtitan.keys import DECAY_SHAPES, KEYS, LOCAL_BATCH, PIPELINED_BATCH
@@ -54,8 +55,8 @@ def _units(draft: Draft) -> None:
             draft.implied(f"prefetch.{way}")
         else:
             draft.lossy(f"prefetch.{way}", f"torchtitan gathers {does} units ahead in {way}")
-    draft.implied("loading.low_memory", "every rank loads its own shard")
-    draft.implied("loading.broadcast", "every rank loads its own shard")
+    draft.holds("loading.low_memory", "every rank loads its own shard")
+    draft.holds("loading.broadcast", "every rank loads its own shard")
 
 
 # -- precision, batch ----------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def _dtypes(draft: Draft) -> None:
         )
     _states(draft, "fp32" if master == LOADED else master)
     if draft.value("saving.when") == "never":
-        draft.implied("precision.saved", "nothing is written")
+        draft.holds("precision.saved", "nothing is written")
         return
     if draft.value("precision.saved") == LOADED:
         draft.lossy("precision.saved", "weights are saved in checkpoint.export_dtype, float32")
@@ -108,7 +109,7 @@ def _half(draft: Draft, words: dict[str, str]) -> None:
 def _states(draft: Draft, master: str) -> None:
     buffers = draft.value("precision.buffers", LOADED)
     if buffers in (LOADED, master):
-        draft.implied("precision.buffers", "" if buffers == LOADED else f"the model is built in {master}")
+        draft.holds("precision.buffers", "" if buffers == LOADED else f"the model is built in {master}")
     else:
         draft.lossy("precision.buffers", "buffers keep the dtype that the model gives them")
     for state in ("weight", "accumulate"):
@@ -118,7 +119,7 @@ def _states(draft: Draft, master: str) -> None:
         elif draft.value(path) == LOADED:
             draft.lossy(path, "the model is built in training.dtype, float32, whatever the weights come in")
         elif state == "weight":
-            draft.implied(path, f"the one copy kept is the master in {master}, cast at each gather: the same numbers")
+            draft.holds(path, f"the one copy kept is the master in {master}, cast at each gather: the same numbers")
         else:
             draft.lossy(path, f"it has the dtype of the weights, {master}")
     moments = draft.value("precision.moments", master)
@@ -147,7 +148,7 @@ def _batch(draft: Draft, context: ReadingContext) -> None:
         _local_batch(draft, context, micro, count)
     elif draft.value("batch.global_batch"):
         draft.put("batch.global_batch", _GLOBAL_BATCH, draft.value("batch.global_batch"))
-        draft.implied("batch.accumulation", "global batch / (micro-batch × data ranks)", _GLOBAL_BATCH)
+        size_follows(draft, "batch.accumulation", ACCUMULATION_FOLLOWS, _GLOBAL_BATCH)
     elif micro and count and count > 1 and ranks:
         draft.put("batch.accumulation", _GLOBAL_BATCH, micro * count * ranks)
     elif count and count > 1:
@@ -162,7 +163,8 @@ def _local_batch(draft: Draft, context: ReadingContext, micro: int | None, count
     ranks = ranks_left(draft.description, context.world, TAKEN_AXES)
     total, paths = draft.value("batch.global_batch"), ("batch.accumulation", "batch.global_batch")
     if micro and count:
-        draft.put(paths, LOCAL_BATCH, micro * count, "what one data rank takes in a step", holds=True)
+        draft.write(LOCAL_BATCH, micro * count)
+        draft.holds(paths, "what one data rank takes in a step", LOCAL_BATCH)
     elif total and ranks and total % (ranks * (micro or 1)) == 0:
         draft.put(paths, LOCAL_BATCH, total // ranks)
     elif total and ranks:
@@ -210,7 +212,8 @@ def _schedule(draft: Draft) -> None:
         steps = draft.value("schedule.decay_steps")
         share = steps / total if steps and total else 0.2
         fifth = "" if steps else "a fifth of the run"
-        draft.put(("schedule.name", "schedule.decay_steps"), ratio, share, fifth, holds=True)
+        draft.write(ratio, share)
+        draft.holds(("schedule.name", "schedule.decay_steps"), fifth, ratio)
         draft.option("schedule.decay_shape", _DECAY_TYPE, {shape: shape for shape in DECAY_SHAPES})
     elif name is not None:
         draft.lossy("schedule.name", f"torchtitan has no schedule {name}: it decays linearly after the warm-up")
@@ -227,7 +230,8 @@ def _warmup(draft: Draft) -> None:
         draft.value("schedule.total_steps"),
     )
     if share and total:
-        draft.put("schedule.warmup_fraction", key, warmup_steps(share, total), "in steps", holds=True)
+        draft.write(key, warmup_steps(share, total))
+        draft.holds("schedule.warmup_fraction", "in steps", key)
     elif share:
         draft.lossy("schedule.warmup_fraction", "the length of the run is not known: set lr_scheduler.warmup_steps")
     if not share:
@@ -237,7 +241,8 @@ def _warmup(draft: Draft) -> None:
 def _loop(draft: Draft) -> None:
     if draft.is_set("training.clip") and draft.value("training.clip") is None:
         why = "torchtitan always clips: a norm that no gradient reaches"
-        draft.put("training.clip", "training.max_norm", _NEVER_CLIPS, why, "renamed", holds=True)
+        draft.write("training.max_norm", _NEVER_CLIPS)
+        draft.holds("training.clip", why, "training.max_norm")
     else:
         draft.option("training.clip", "training.max_norm")
     draft.does("training.loss_mean", "tokens")
@@ -267,7 +272,7 @@ def _activations(draft: Draft) -> None:
 
 
 def _saving(draft: Draft) -> None:
-    draft.implied("saving.state", "DCP: sharded, for any number of ranks")
+    draft.holds("saving.state", "DCP: sharded, for any number of ranks")
     when, exports = draft.value("saving.when"), draft.value("saving.export", "none") != "none"
     if when == "never":
         draft.implied([path for path in PATHS if path.startswith("saving.")], "checkpoint.enable is off by default")

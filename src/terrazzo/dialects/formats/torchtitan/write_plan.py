@@ -70,7 +70,7 @@ def _reshard(draft: Draft, row: str, why: str) -> None:
     key = "parallelism.fsdp_reshard_after_forward"
     pipelined = draft.value("mesh.pp", 1) != 1
     if row == "zero0":
-        draft.implied(SHARDING_PATHS, why, _SHARDS, holds=False)
+        draft.implied(SHARDING_PATHS, why, _SHARDS)
         return
     keeps = row in _KEEPS
     if keeps != pipelined:
@@ -112,7 +112,8 @@ def _shard_degree(draft: Draft, ranks: int | None, why: str = "") -> None:
     if draft.value("mesh.dp_shard") is None:
         draft.implied("mesh.dp_shard")
     else:
-        draft.put("mesh.dp_shard", _SHARDS, -1 if ranks is None else ranks, why, holds=True)
+        draft.write(_SHARDS, -1 if ranks is None else ranks)
+        draft.holds("mesh.dp_shard", why, _SHARDS)
 
 
 def _replicated(draft: Draft, replicas: int, shards: int | None, context: ReadingContext) -> None:
@@ -123,5 +124,6 @@ def _replicated(draft: Draft, replicas: int, shards: int | None, context: Readin
         draft.refuse((*SHARDING_PATHS, *DATA_AXIS_PATHS), why)
         draft.write(_SHARDS, 1)  # so that torchtitan stops at the mesh, and does not shard what was to be whole
         return
-    draft.put(DATA_AXIS_PATHS, _REPLICAS, ranks, "nothing is split: every rank is a replica", holds=True)
+    draft.write(_REPLICAS, ranks)
     draft.write(_SHARDS, 1)
+    draft.holds(DATA_AXIS_PATHS, "nothing is split: every rank is a replica", _REPLICAS)

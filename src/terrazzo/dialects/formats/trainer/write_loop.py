@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.formats.shared.batch_words import GLOBAL_BATCH_FOLLOWS, size_follows
 from terrazzo.dialects.formats.shared.schedule_words import write_lags
 from terrazzo.dialects.formats.trainer.keys import BETA3, DECAY_SHAPES, EIGHT_BITS, FIELDS, OPTIMIZERS, OWN_SCHEDULES
 
@@ -51,7 +52,7 @@ def _field(draft: Draft, path: str, key: str, value: Any = None) -> None:
 
 
 def _batch(draft: Draft) -> None:
-    draft.implied("batch.global_batch", "it follows from the micro-batch, accumulation and the number of ranks")
+    size_follows(draft, "batch.global_batch", GLOBAL_BATCH_FOLLOWS)
     whole, micro, count = (draft.value(f"batch.{name}") for name in ("global_batch", "micro_batch", "accumulation"))
     if whole is not None and not (micro and count):
         need = "accumulation" if micro else "the micro-batch"
@@ -91,7 +92,8 @@ def _optimizer(draft: Draft) -> None:
     if name in words:
         draft.put(path, "optim", words[name])
     elif name == "Adam" and not draft.value("optimizer.weight_decay"):
-        draft.put(path, "optim", words["AdamW"], "without weight decay AdamW is Adam", holds=True)
+        draft.write("optim", words["AdamW"])
+        draft.holds(path, "without weight decay AdamW is Adam", "optim")
     elif name == "Adam":
         why = "the Trainer has AdamW only: weight decay is not mixed into the gradient"
         draft.put(path, "optim", words["AdamW"], why, "lossy")
@@ -105,7 +107,7 @@ def _optimizer(draft: Draft) -> None:
     if options:
         draft.lossy("optimizer.options", f"no field for {', '.join(options)}: pass your own optimizer")
     elif not draft.has_verdict("optimizer.options"):
-        draft.implied("optimizer.options", "how a step is computed, not what")
+        draft.holds("optimizer.options", "how a step is computed, not what")
 
 
 # -- schedule ------------------------------------------------------------------------------------------------------
@@ -121,7 +123,8 @@ def write_schedule(draft: Draft) -> None:
     if name == "constant" or level:
         warm = draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_fraction")
         why = "a line to the peak itself stays there" if level else ""
-        draft.put(paths, kind, "constant_with_warmup" if warm else "constant", why, holds=level)
+        draft.write(kind, "constant_with_warmup" if warm else "constant")
+        draft.holds(paths, why, kind)
     elif name in ("linear", "cosine") and not final:
         draft.put(paths, kind, name)
     elif name == "cosine":
@@ -190,4 +193,4 @@ def _switches(draft: Draft) -> None:
     if draft.value("training.device") == "cpu":
         draft.put("training.device", "use_cpu", True)
     else:
-        draft.implied("training.device", "a GPU where there is one")
+        draft.holds("training.device", "a GPU where there is one")

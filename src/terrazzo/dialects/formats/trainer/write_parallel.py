@@ -33,7 +33,7 @@ _OTHERS = ("tp", "cp")
 def write_ddp(draft: Draft, context: ReadingContext) -> None:
     """Nothing is split: the Trainer does so without a word."""
     draft.implied(SHARDING_PATHS, "DDP, which needs no key")
-    draft.implied([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
+    draft.holds([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
     if any(draft.value(path, "device") != "device" for path in TIER_PATHS):
         draft.refuse(TIER_PATHS, "DDP moves nothing to the CPU: shard with zero3")
     else:
@@ -43,10 +43,10 @@ def write_ddp(draft: Draft, context: ReadingContext) -> None:
     _checkpointing(draft, "activation_checkpointing")
     if draft.value("loading.low_memory"):
         draft.lossy("loading.low_memory", "under DDP every rank loads the whole model")
-    draft.implied("loading.broadcast", "every rank loads the same weights")
+    draft.holds("loading.broadcast", "every rank loads the same weights")
     draft.implied("saving.export")
     whole = "" if draft.value("saving.state", "full") == "full" else "every rank has the whole state, and saves so"
-    draft.implied("saving.state", whole)
+    draft.holds("saving.state", whole)
 
 
 def write_fsdp(draft: Draft, context: ReadingContext) -> None:
@@ -92,7 +92,7 @@ def _axes(draft: Draft, data: dict[str, int]) -> None:
         draft.put(f"mesh.{axis}", f"parallelism_config.{axis}_size", size)
     if "dp_replicate" not in data:
         flat = draft.value("mesh.dp_replicate", 1) == 1 and data
-        draft.implied(DATA_AXIS_PATHS, "" if flat else "all data ranks are one axis")
+        draft.holds(DATA_AXIS_PATHS, "" if flat else "all data ranks are one axis")
     if draft.value("mesh.sp", 1) != 1:
         draft.refuse("mesh.sp", "Accelerate splits sequences by Ulysses under DeepSpeed alone: take mesh.cp")
     _no_axes(draft)
@@ -110,7 +110,8 @@ def _units(draft: Draft) -> None:
     if policy == "classes":
         paths = ("units.policy", "units.classes")
         names, why = bare_classes(draft)
-        draft.put(paths, f"{_SECTION}.transformer_layer_cls_to_wrap", names, why, holds=True)
+        draft.write(key := f"{_SECTION}.transformer_layer_cls_to_wrap", names)
+        draft.holds(paths, why, key)
     elif policy == "min_numel":
         draft.put("units.policy", f"{_SECTION}.auto_wrap_policy", "SIZE_BASED_WRAP")
         draft.put("units.min_numel", f"{_SECTION}.min_num_params", draft.value("units.min_numel", MIN_NUMEL))
@@ -148,7 +149,7 @@ def _loading(draft: Draft) -> None:
         draft.put("loading.low_memory", f"{_SECTION}.cpu_ram_efficient_loading", True)
     else:
         draft.implied("loading.low_memory")
-    draft.implied("loading.broadcast", "every rank loads the same weights")
+    draft.holds("loading.broadcast", "every rank loads the same weights")
 
 
 def _state(draft: Draft) -> None:
@@ -159,7 +160,8 @@ def _state(draft: Draft) -> None:
         draft.put(paths, key, whole) if any(draft.setting(path).keys for path in paths) else draft.implied(paths, whole)
         return
     why = "its checkpoint resumes on any number of ranks" if state == "local" else ""
-    draft.put(paths, f"{_SECTION}.state_dict_type", "SHARDED_STATE_DICT", why, holds=True)
+    draft.write(key := f"{_SECTION}.state_dict_type", "SHARDED_STATE_DICT")
+    draft.holds(paths, why, key)
 
 
 # -- precision -----------------------------------------------------------------------------------------------------
