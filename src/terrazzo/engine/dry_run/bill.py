@@ -133,8 +133,8 @@ def _moments_bytes(buckets: Sequence[BucketLayout], templates: Templates) -> int
         if own.moments_apart:
             total += len(moment_names(bucket, templates)) * round(own.numel(own.optim_axes) * moment_bytes)
             moment_bytes = 0
-        for first, last in runs(bucket):
-            group, numel = bucket.members[first].group, held_range(bucket, first, last).numel
+        for start, stop in runs(bucket):
+            group, numel = bucket.members[start].group, held_range(bucket, start, stop).numel
             for spec in templates[group].values() if group >= 0 and numel else ():
                 total += round(numel * moment_bytes) if spec.per_element else spec.fixed_bytes
     return total

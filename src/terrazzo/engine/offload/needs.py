@@ -77,10 +77,10 @@ def moment_windows(bucket: BucketLayout, templates: Templates, cell: int) -> dic
     bits have room for all.
     """
     held, parts = bucket.space.range(bucket.spec.optim_axes), dict[str, list[Range]]()
-    firsts = [first for first, _ in runs(bucket)]
-    starts = [bucket.slots[first].offset for first in firsts]
-    for first, start, stop in zip(firsts, starts, [*starts[1:], bucket.spec.full_numel], strict=True):
-        group = bucket.members[first].group
+    leading = [start for start, _ in runs(bucket)]  # the first member of each run
+    starts = [bucket.slots[member].offset for member in leading]
+    for member, start, stop in zip(leading, starts, [*starts[1:], bucket.spec.full_numel], strict=True):
+        group = bucket.members[member].group
         for name in templates[group].per_element if group >= 0 else ():
             parts.setdefault(name, []).append(held.intersect(Range(start, stop)))
     if bucket.spec.precision.narrow is not None:

@@ -71,14 +71,14 @@ def rectangles_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rec
         yield Rectangle((), ())
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the rows that are there in full
-    if first > last:
-        yield from _in_row(shape, last, start, stop)
+    full = range(-(-start // row), stop // row)  # the rows that are there in full
+    if full.start > full.stop:
+        yield from _in_row(shape, full.stop, start, stop)
         return
-    yield from _in_row(shape, first - 1, start, first * row)
-    if first < last:
-        yield Rectangle((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
-    yield from _in_row(shape, last, last * row, stop)
+    yield from _in_row(shape, full.start - 1, start, full.start * row)
+    if full:
+        yield Rectangle((full.start, *(0 for _ in shape[1:])), (len(full), *shape[1:]))
+    yield from _in_row(shape, full.stop, full.stop * row, stop)
 
 
 def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Rectangle]:

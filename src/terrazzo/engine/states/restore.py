@@ -219,4 +219,4 @@ def _label(fixed: Mapping[str, Any] | None) -> Hashable:
 
 
 def _slots(segment: Segment) -> tuple[Slot, ...]:
-    return tuple(segment.bucket.slots[segment.first : segment.last])
+    return tuple(segment.bucket.slots[segment.start : segment.stop])

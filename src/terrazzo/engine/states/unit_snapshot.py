@@ -61,11 +61,11 @@ def _sum(tensor: Tensor) -> Tensor:
     """Sum of the bit patterns of all elements, eight bytes at a time: 0-d int64, which overflows. Waits for nothing."""
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    width, narrow = 8 // flat.element_size(), _WORDS[flat.element_size()]
-    first = min(-flat.storage_offset() % width, flat.numel())
-    last = first + (flat.numel() - first) // width * width
-    edges = [flat[part].view(narrow).sum(dtype=torch.int64) for part in (slice(0, first), slice(last, None))]
-    return flat[first:last].view(torch.int64).sum() + edges[0] + edges[1]
+    width, word = 8 // flat.element_size(), _WORDS[flat.element_size()]
+    start = min(-flat.storage_offset() % width, flat.numel())
+    stop = start + (flat.numel() - start) // width * width
+    edges = [flat[part].view(word).sum(dtype=torch.int64) for part in (slice(0, start), slice(stop, None))]
+    return flat[start:stop].view(torch.int64).sum() + edges[0] + edges[1]
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -198,12 +198,12 @@ def dry_run_matrices(
         buffers = MatrixBuffers(needs.wire, torch.device("meta"), tally.ledger)
         due = list(owners.matrices)
         for bucket in {matrix.bucket: None for matrix in due}:
-            for first, last in runs(bucket):
-                own = held_range(bucket, first, last)
-                if bucket.members[first].group in groups and own.numel:
+            for start, stop in runs(bucket):
+                own = held_range(bucket, start, stop)
+                if bucket.members[start].group in groups and own.numel:
                     here = not bucket.spec.updated_off_device
                     with tally.ledger.holding(needs.prepare_bytes(own.numel, bucket.spec.precision) if here else 0):
-                        for matrix in (each for each in due if each.bucket is bucket and first <= each.number < last):
+                        for matrix in (each for each in due if each.bucket is bucket and start <= each.number < stop):
                             if owners.sends(matrix) and (part := owners.held(matrix)).numel:
                                 buffers.put(MatrixPart(matrix, part), room(buffers, part.numel))
 

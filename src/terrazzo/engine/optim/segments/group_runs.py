@@ -73,7 +73,7 @@ class GroupedBucket(Protocol):
 
 
 def runs(bucket: GroupedBucket) -> Iterator[tuple[int, int]]:
-    """First and last (exclusive) member of each run with one param group."""
+    """Each run of members that have one param group: `start` and `stop` of `bucket.members[start:stop]`."""
     start = 0
     for _, members in itertools.groupby(bucket.members, key=lambda member: member.group):
         stop = start + len(list(members))
@@ -81,7 +81,7 @@ def runs(bucket: GroupedBucket) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def held_range(bucket: GroupedBucket, first: int, last: int) -> Range:
-    """The range that this rank holds of members `first` to `last` (exclusive), padding included."""
-    run = Range(bucket.slots[first].offset, bucket.slots[last - 1].padded.stop)
+def held_range(bucket: GroupedBucket, start: int, stop: int) -> Range:
+    """The range that this rank holds of `bucket.members[start:stop]`, padding included."""
+    run = Range(bucket.slots[start].offset, bucket.slots[stop - 1].padded.stop)
     return bucket.part(bucket.spec.optim_axes).intersect(run)

@@ -29,7 +29,7 @@ __all__ = ["Segment", "give_gradient", "handed_over", "segments_of"]
 
 @dataclass(eq=False)
 class Segment:
-    """Members `first` to `last` (exclusive) of a bucket, within `window`; never empty on this rank.
+    """This rank's part of `bucket.members[start:stop]` within `window`; never empty.
 
     Attributes:
         window: of the bucket's flat space; on `nvme` a cell, which is read, updated and written as one.
@@ -39,8 +39,8 @@ class Segment:
     """
 
     bucket: Bucket
-    first: int
-    last: int
+    start: int
+    stop: int
     window: Range
     parameter: nn.Parameter
     template: Template
@@ -48,16 +48,16 @@ class Segment:
     @property
     def group(self) -> int:
         """Number of its param group among those of all optimizers of the model."""
-        return self.bucket.members[self.first].group
+        return self.bucket.members[self.start].group
 
     @property
     def range(self) -> Range:
         """The segment in the bucket's flat space, cut to what this rank holds."""
-        return held_range(self.bucket, self.first, self.last).intersect(self.window)
+        return held_range(self.bucket, self.start, self.stop).intersect(self.window)
 
     def slots(self) -> Iterator[tuple[Slot, Range]]:
         """Each parameter of which this rank holds a part, with that part's range in the flat space."""
-        for slot in self.bucket.slots[self.first : self.last]:
+        for slot in self.bucket.slots[self.start : self.stop]:
             own = self.bucket.master.range.intersect(self.window).intersect(slot.range)
             if own.numel:
                 yield slot, own
@@ -116,12 +116,12 @@ class Segment:
         """Split between members whose labels differ, optimizer state included.
 
         Args:
-            labels: one for each member from `first` to `last`.
+            labels: one for each of its members.
         """
         if len(set(labels)) <= 1:
             return [self]
         state = optimizer.state.pop(self.parameter, None)
-        pieces, start = [], self.first
+        pieces, start = [], self.start
         for _, equal in itertools.groupby(labels):
             stop = start + len(list(equal))
             pieces += _segment(self.bucket, start, stop, self.window, self.template)
@@ -134,7 +134,7 @@ class Segment:
     @property
     def seen(self) -> list[bool]:
         """Whether any rank had a gradient for it, for each member."""
-        return self.bucket.gradient.seen[self.first : self.last]
+        return self.bucket.gradient.seen[self.start : self.stop]
 
     def _cut_state(self, key: str, value: Any, part: slice) -> Any:
         if not isinstance(value, Tensor):
@@ -154,9 +154,9 @@ def segments_of(buckets: Iterable[Bucket], templates: Mapping[int, Template]) ->
         segment
         for bucket in buckets
         for window in bucket.master.cuts(bucket.master.range)
-        for first, last in runs(bucket)
-        if (group := bucket.members[first].group) in templates
-        for segment in _segment(bucket, first, last, window, templates[group])
+        for start, stop in runs(bucket)
+        if (group := bucket.members[start].group) in templates
+        for segment in _segment(bucket, start, stop, window, templates[group])
     ]
 
 
@@ -173,15 +173,15 @@ def handed_over(due: Sequence[Segment]) -> dict[Bucket, SummedGradient]:
     return {b: b.gradient.handed_over([each.range for each in due if each.bucket is b]) for b in buckets}
 
 
-def _segment(bucket: Bucket, first: int, last: int, window: Range, template: Template) -> list[Segment]:
+def _segment(bucket: Bucket, start: int, stop: int, window: Range, template: Template) -> list[Segment]:
     """Empty where this rank holds nothing of it; members that lie outside the window are left out."""
-    within = [index for index in range(first, last) if held_range(bucket, index, index + 1).intersect(window).numel]
+    within = [index for index in range(start, stop) if held_range(bucket, index, index + 1).intersect(window).numel]
     if not within:
         return []
-    first, last = within[0], within[-1] + 1
-    own, master = held_range(bucket, first, last).intersect(window), bucket.master
+    start, stop = within[0], within[-1] + 1
+    own, master = held_range(bucket, start, stop).intersect(window), bucket.master
     if isinstance(master, Buffer):
         parameter = nn.Parameter(master.part(own))
     else:
         parameter = nn.Parameter(torch.empty(own.numel, dtype=master.dtype, device="meta"))
-    return [Segment(bucket, first, last, window, parameter, template)]
+    return [Segment(bucket, start, stop, window, parameter, template)]

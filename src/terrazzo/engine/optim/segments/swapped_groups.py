@@ -93,7 +93,7 @@ class SwappedGroups:
         for own, names, group in zip(by_group.values(), self._names, self._listed, strict=True):
             group["params"] = [segment.parameter for segment in own]
             if names is not None:
-                group["param_names"] = [segment.bucket.members[segment.first].name for segment in own]
+                group["param_names"] = [segment.bucket.members[segment.start].name for segment in own]
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse groups that have been removed or reordered.
