@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,7 +65,10 @@ def compares_values(device: torch.device, before: bool) -> bool:
 
 def form_fingerprint(inputs: Any) -> int:
     """32 bits of the nesting, shapes, dtypes and plain values of a model's inputs, but not of what tensors hold."""
-    leaves, nesting = tree_flatten(looked_into(inputs))
+    return _form_fingerprint(*tree_flatten(looked_into(inputs)))
+
+
+def _form_fingerprint(leaves: Sequence[Any], nesting: object) -> int:
     return zlib.crc32(repr((str(nesting), [_form_of(leaf) for leaf in leaves])).encode())
 
 
@@ -77,7 +80,8 @@ def _form_of(leaf: Any) -> object:
 
 def fingerprint_of(inputs: Any) -> int:
     """32 bits of the form and the values of a model's inputs. The host may wait, as for `values_fingerprint`."""
-    return form_fingerprint([form_fingerprint(inputs), values_fingerprint(inputs)])
+    leaves, nesting = tree_flatten(looked_into(inputs))
+    return form_fingerprint([_form_fingerprint(leaves, nesting), _values_fingerprint(leaves)])
 
 
 def inputs_as_text(inputs: Any) -> str:
@@ -96,8 +100,12 @@ def values_fingerprint(inputs: Any) -> int:
 
     Floating-point numbers on a device are left out: ranks may have computed them, with another rounding each.
     """
+    return _values_fingerprint(tree_leaves(looked_into(inputs)))
+
+
+def _values_fingerprint(leaves: Iterable[Any]) -> int:
     fingerprint = 0
-    for leaf in tree_leaves(looked_into(inputs)):
+    for leaf in leaves:
         if isinstance(leaf, Tensor) and _is_looked_at(leaf):
             flat = leaf.detach().to(HOST).contiguous().reshape(-1)
             fingerprint = zlib.crc32(flat.view(torch.uint8).numpy().data, fingerprint)

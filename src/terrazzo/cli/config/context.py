@@ -61,14 +61,14 @@ def _sizes(model: str) -> dict[str, Any]:
     shape = model_shape(model)
     sizes: dict[str, Any] = {"parameters": shape.numel, "hidden_size": shape.hidden or None}
     sizes |= {"positions": shape.positions, "tied": shape.tied}
-    block = next((unit.block for unit in shape.repeated if unit.block is not None), None)
-    if block is None:
+    if not shape.blocks:
         return sizes
+    block = shape.blocks[0]
     return {
         **sizes,
         "layers": shape.layers,
         "block_numel": max(unit.numel for unit in shape.repeated),
         "heads": block.heads,
         "kv_heads": block.kv_heads,
-        "experts": max(unit.block.experts for unit in shape.repeated if unit.block is not None),
+        "experts": shape.experts,
     }
