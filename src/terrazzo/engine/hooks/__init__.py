@@ -16,6 +16,7 @@ One micro-batch, in the order in which torch calls them:
       a parameter's gradient is accumulated     BackwardHooks.accumulate_gradient   it moves into the bucket
     backward returns                            BackwardHooks.end              BackwardPass.end, then Agreement
 
+    driven_parts    the parts of a model that hooks drive, and what is asked of its optimizers
     backward_hooks  what torch calls in a backward, and who else hears of gradients
     module_tree     modules and parameters that have come to the model after it was sharded, which a forward looks for
     forward_hooks   what torch calls in a forward

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -18,18 +17,13 @@ from terrazzo.engine.buckets.parameters.gradient_hooks import (
 )
 from terrazzo.engine.buckets.parameters.outside_forward import OutsideForward
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.consensus.agreement import Agreement
-from terrazzo.engine.consensus.row_exchanges import RowExchanges
+from terrazzo.engine.hooks.driven_parts import DrivenParts
 from terrazzo.engine.instrumentation.label import Purpose
-from terrazzo.engine.plan.sharding_spec import ShardingSpec
-from terrazzo.engine.progress.denominator import Denominator
 from terrazzo.engine.progress.raised_passes import RaisedPasses
-from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.runtime.private_torch import plainly, queue_callback
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.program import UNKNOWN_FORWARD
-from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 
 __all__ = ["BackwardHooks", "GradientListener"]
@@ -55,30 +49,21 @@ class BackwardHooks:
 
     Attributes:
         listener: called at each backward, and before gradients are used.
-        recover: ends optimizer steps that have raised; called before a forward or a backward uses weights.
         outside: parameters of which ranks have parts, that nothing but forwards and backwards may compute with.
         raised: what is known of passes that raised.
         surprised: whether a backward has come to a unit that nothing announced, or may do so.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        schedule: Schedule,
-        sharding: ShardingSpec,
-        denominator: Denominator,
-        exchanges: RowExchanges,
-        agreement: Agreement,
-    ) -> None:
-        self.units, self.schedule, self._denominator = units, schedule, denominator
+    def __init__(self, driven: DrivenParts) -> None:
+        units, sharding = driven.units, driven.sharding
+        self.units, self.schedule, self._denominator = units, driven.schedule, driven.denominator
         self._scales = sharding.precision.loss_scaling is not None
         members = (member for unit in units for bucket in unit.trainable() for member in bucket.members)
         whys = ((each.parameter, _IN_PARTS if each.in_parts else _UNSCALED) for each in members)
         self.outside = OutsideForward((each, why) for each, why in whys if self._scales or why is _IN_PARTS)
-        self.agreement, self.exchanges = agreement, exchanges
+        self._agreement, self._exchanges, self._steps = driven.agreement, driven.exchanges, driven.steps
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self.listener = GradientListener()
-        self.recover: Callable[[], None] = do_nothing
         self.raised, self.surprised = RaisedPasses(), False
 
     def attach(self) -> None:
@@ -103,7 +88,7 @@ class BackwardHooks:
         """Return the backward that is under way; begin one if there is none."""
         if self.schedule.backward is not None:
             return self.schedule.backward
-        self.recover()
+        self._steps.recover()
         self._phases.begin("backward")
         self.outside.open()
         self.listener.begin_backward()
@@ -128,7 +113,7 @@ class BackwardHooks:
             generation: of its weights when the call ran.
             forward: number of the model's forward that the call ran in.
         """
-        self.recover()
+        self._steps.recover()
         unit = self.units[index]
         if unit.weights.generation != generation:
             raise Misuse(
@@ -140,14 +125,14 @@ class BackwardHooks:
                 f"Backward with create_graph=True came to {unit.title}, whose weights are not kept for a second "
                 "backward. Use a plan that keeps them whole: zero0, zero1 or zero2 in fp32."
             )
-        self.exchanges.before_weights(unit, Purpose.BACKWARD)
+        self._exchanges.before_weights(unit, Purpose.BACKWARD)
         self.start().enter(unit, forward)
         self._tally.recorder.unit_begins(unit.index, "backward")
 
     def recompute(self, unit: Unit) -> None:
         """The forward of `unit` is about to run again."""
         backward = self.start()
-        self.exchanges.before_weights(unit, Purpose.BACKWARD)
+        self._exchanges.before_weights(unit, Purpose.BACKWARD)
         backward.recompute(unit)
         self._tally.recorder.unit_begins(unit.index, "recompute")
 
@@ -211,13 +196,13 @@ class BackwardHooks:
     def end(self) -> None:
         """Autograd has ended a backward: run the program to its end. Collective."""
         if (backward := self.schedule.backward) is not None:
-            self.exchanges.before_end(backward.end_label)
+            self._exchanges.before_end(backward.end_label)
             backward.end()
             self.complete(backward)
 
     def complete(self, backward: BackwardPass) -> None:
         """The sums of all gradients have been started: agree with the other ranks, and wait for them. Collective."""
-        self.agreement.agree_on_gradients(backward)  # which may start those of late ones once more
+        self._agreement.agree_on_gradients(backward)  # which may start those of late ones once more
         self.schedule.end_backward()
         self._denominator.passes.end_backward()
         self.listener.end_backward()

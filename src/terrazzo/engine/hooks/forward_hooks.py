@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -20,17 +20,15 @@ from terrazzo.engine.buckets.take_over import take_over_edits
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.buckets.weights.full_memory import Storages
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks
+from terrazzo.engine.hooks.driven_parts import DrivenParts
 from terrazzo.engine.hooks.module_tree import ModuleTree
 from terrazzo.engine.instrumentation.label import Purpose
-from terrazzo.engine.plan.sharding_spec import ShardingSpec
-from terrazzo.engine.progress.denominator import Denominator
 from terrazzo.engine.progress.scaled_passes import Passes
 from terrazzo.engine.runtime.callers import calls_of
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.runtime.private_torch import tree_map_only, unseen
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.engine.schedule.gathered import BackwardToCome
-from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 from terrazzo.marks import UNIT
 from terrazzo.messages import warn
@@ -48,22 +46,15 @@ class ForwardHooks:
     user's hook raises, a call may begin or end without reaching the engine's hooks.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        schedule: Schedule,
-        sharding: ShardingSpec,
-        denominator: Denominator,
-        backward: BackwardHooks,
-    ) -> None:
-        self._units, self._schedule, self._denominator, self._backward = units, schedule, denominator, backward
-        self._agreement, self._exchanges, self._outside = backward.agreement, backward.exchanges, backward.outside
+    def __init__(self, model: nn.Module, driven: DrivenParts, backward: BackwardHooks) -> None:
+        units, sharding = driven.units, driven.sharding
+        self._units, self._schedule, self._denominator = units, driven.schedule, driven.denominator
+        self._agreement, self._exchanges, self._steps = driven.agreement, driven.exchanges, driven.steps
+        self._backward, self._outside = backward, backward.outside
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self._compute, self._alone = sharding.precision.compute, not sharding.axes.live(sharding.axes.whole_mesh)
         self._warned = False
         self.refuse(None)
-        self.ask: Callable[[int], None] = do_nothing  # whether the forward of a unit may begin
         self._pass_call: Callable[[], Callable[..., Any] | None] = do_nothing  # weakly, the call that is the pass
         members = [member for unit in units for bucket in unit.buckets for member in bucket.members]
         self._tree = ModuleTree(model, {each.parameter: each.names for each in members})
@@ -129,7 +120,7 @@ class ForwardHooks:
     def _begin(self, model: nn.Module) -> None:
         """A pass begins: settle what the user and the last pass have left, such as a backward that raised."""
         training, schedule = torch.is_grad_enabled(), self._schedule
-        self._backward.recover()
+        self._steps.recover()
         self._outside.open()
         self._phases.begin("forward" if training else "evaluate")
         take_over_edits(bucket for unit in self._units for bucket in unit.buckets)
@@ -200,10 +191,10 @@ class ForwardHooks:
         if inside_backward():
             self._backward.recompute(unit)
             return
-        self.ask(unit.index)
+        self._steps.before_forward(unit.index)
         forward = self._schedule.forward
         if forward is None:
-            self._backward.recover()
+            self._steps.recover()
             self._outside.open()
             if torch.is_grad_enabled():
                 self._passes.check_unit(unit.title)
@@ -280,7 +271,7 @@ class ForwardHooks:
         unit, forward = self._units[index], self._schedule.forward
         if forward is None or inside_backward():
             return False
-        self.ask(index)
+        self._steps.before_forward(index)
         with unseen():
             forward.enter(unit)
             if torch.is_grad_enabled():

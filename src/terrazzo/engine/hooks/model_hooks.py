@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -10,6 +10,7 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.agreement import Agreement
 from terrazzo.engine.consensus.row_exchanges import RowExchanges
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks, GradientListener
+from terrazzo.engine.hooks.driven_parts import DrivenParts, OptimizerSteps
 from terrazzo.engine.hooks.forward_hooks import ForwardHooks
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.progress.raised_passes import RaisedPasses
@@ -25,15 +26,23 @@ class ModelHooks:
 
     Args:
         units: in registration order, root first.
+        steps: of the model's optimizers.
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], schedule: Schedule, sharding: ShardingSpec, progress: Progress
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        schedule: Schedule,
+        sharding: ShardingSpec,
+        progress: Progress,
+        steps: OptimizerSteps,
     ) -> None:
         exchanges = RowExchanges(model, schedule, units[0].names)
         agreement = Agreement(model, units, schedule, sharding.axes, progress)
-        self._backward = BackwardHooks(units, schedule, sharding, progress.denominator, exchanges, agreement)
-        self._forward = ForwardHooks(model, units, schedule, sharding, progress.denominator, self._backward)
+        driven = DrivenParts(units, schedule, sharding, progress.denominator, exchanges, agreement, steps)
+        self._backward = BackwardHooks(driven)
+        self._forward = ForwardHooks(model, driven, self._backward)
 
     @property
     def raised(self) -> RaisedPasses:
@@ -52,14 +61,6 @@ class ModelHooks:
     def before_use(self) -> None:
         """Gradients are about to be clipped, or taken by the optimizer."""
         self._backward.listener.before_use()
-
-    def recover_with(self, recover: Callable[[], None]) -> None:
-        """Call this before a forward or a backward uses weights: it ends steps that have raised."""
-        self._backward.recover = recover
-
-    def ask_before_forwards(self, ask: Callable[[int], None]) -> None:
-        """Call this with the number of each unit whose forward begins: it may refuse that."""
-        self._forward.ask = ask
 
     def refuse_forwards(self, why: str | None) -> None:
         """From now on, no forward may gather weights; None: it may again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,12 +61,15 @@ class Engine:
         have_masters       the same, and what users have written is taken   reads master weights
         settle             all of these, every gather and every copy        saves, loads, gathers for a user
 
+    It is whole once it is built, of what its arguments are and of parts that it makes of these; the model is not held.
+
     Attributes:
         sharding: the plan and the precision on this mesh.
         progress: what ranks compare of the training so far.
         tally: what has been sent, and transient memory held.
         units: in registration order, root first.
         why_units: how the units were found.
+        hooks: what torch calls while the model runs, once they are attached to it.
         store: host memory and swap files of what does not rest on the device.
         stages: of the model that this rank runs; None for a whole one. `buffer_bytes`: of their buffers.
         staged_step: what runs these stages tells of a step; None for a whole model.
@@ -79,18 +82,19 @@ class Engine:
         average: of trained weights, where `tz.EMA` has begun one: checkpoints save it.
     """
 
+    model: InitVar[nn.Module]
     sharding: ShardingSpec
     progress: Progress
     tally: Tally
     units: Sequence[Unit]
     why_units: str
     schedule: Schedule
-    hooks: ModelHooks
     store: Store
-    stages: Stages | None = None
-    buffer_bytes: int = 0
-    staged_step: StagedStep | None = field(default=None, init=False)
+    stages: Stages | None
+    buffer_bytes: int
     drivers: Drivers = field(init=False)
+    hooks: ModelHooks = field(init=False)
+    staged_step: StagedStep | None = field(default=None, init=False)
     process: int = field(default_factory=os.getpid, init=False)
     gradients: ModelGradients = field(init=False)
     promise: Promise = field(init=False)
@@ -98,13 +102,12 @@ class Engine:
     rounds: Rounds | None = field(default=None, init=False)
     average: Average | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, model: nn.Module) -> None:
         """Build the parts, which must not hold the engine: a model is freed with the last who has it."""
-        units, schedule, hooks = self.units, self.schedule, self.hooks
+        units, schedule = self.units, self.schedule
         drivers = self.drivers = Drivers(self.trainable(), self.progress)
+        hooks = self.hooks = ModelHooks(model, units, schedule, self.sharding, self.progress, drivers)
         self.gradients = ModelGradients(self.trainable(), self.sharding, self.progress, schedule, hooks, drivers)
-        hooks.recover_with(drivers.recover)
-        hooks.ask_before_forwards(drivers.before_forward)
         if isinstance(schedule, PipelineSchedule):
             self.staged_step = StagedStep(schedule, hooks, self.progress.denominator, self.trainable())
         settings, templates = self.store.settings, lambda: drivers.templates

@@ -21,7 +21,6 @@ from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.consensus.pass_end import meet
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
 from terrazzo.engine.dry_run.step import StepSpec, parameters_of
-from terrazzo.engine.hooks.model_hooks import ModelHooks
 from terrazzo.engine.instrumentation.label import calling, labelled
 from terrazzo.engine.interception.gradients.grad_attribute import show_gradients
 from terrazzo.engine.interception.measuring.measured import let_measure
@@ -212,13 +211,13 @@ def _make_engine(model: nn.Module, prepared: Prepared, units: Sequence[Unit], pr
         chunks = stages.share_out([*map(parameters_of, units)])
         schedule = PipelineSchedule(units, chunks, prefetch, meeting, progress.denominator.divisor)
     return Engine(
+        model=model,
         sharding=sharding,
         progress=progress,
         tally=tally,
         units=units,
         why_units=prepared.why_units,
         schedule=schedule,
-        hooks=ModelHooks(model, units, schedule, sharding, progress),
         store=store,
         stages=stages,
         buffer_bytes=0 if stages is None else stages.buffer_bytes(model),
