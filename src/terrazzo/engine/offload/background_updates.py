@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
@@ -22,12 +22,17 @@ from terrazzo.errors import Misuse
 __all__ = ["BackgroundUpdates"]
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Idle:
+    """No unit has been updated for a step that is still to come."""
+
+
+@dataclass(frozen=True)
 class _Ahead:
-    """Units, whose numbers are `begun`, are updated in backward, before the others and `optimizer.step()`."""
+    """Units, whose numbers are `begun`, have been updated in backward, before the others and `optimizer.step()`."""
 
     stepper: Stepper
-    begun: set[int] = field(default_factory=set)
+    begun: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -38,22 +43,26 @@ class _InStep:
     units: Sequence[Unit]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Torn:
     """Units, `begun`, have been updated for a step that was given up, and `unrestored` has not been restored since."""
 
-    begun: set[int]
-    unrestored: set[Half]
+    begun: frozenset[int]
+    unrestored: frozenset[Half]
 
 
 class BackgroundUpdates(OffDeviceUpdates):
-    """Starts the updates of one model's units, and waits for them. It is in one of four states:
+    """Starts the updates of one model's units, and waits for them.
 
-        state    from                                                  until
-        None     the beginning, `begin`, or another's end              `unit_reduced` or `before_step`
-        _Ahead   `unit_reduced`, with offload step 'backward'          `before_step` or `forget`
-        _InStep  `before_step`                                         `begin`
-        _Torn    `forget` of a step that was given up while `_Ahead`   weights and states are `restored`
+    It is in one of four states, and what comes sets the next one; a dash where it stays:
+
+        what comes         while _Idle              while _Ahead                     while _InStep  while _Torn
+        unit_reduced       _Ahead, step 'backward'  _Ahead, with one more            as _Idle       refused
+        before_step        _InStep                  _InStep; other settings: _Torn   as _Idle       refused
+        begin              never                    never                            _Idle          never
+        forget             -                        _Idle                            _Idle          -
+        forget, abandoned  -                        _Torn                            _Idle          -
+        restored           -                        -                                -              _Idle, by both
 
     Args:
         groups: of the optimizer, whose segments are updated.
@@ -70,14 +79,14 @@ class BackgroundUpdates(OffDeviceUpdates):
         self.units, self.schedule, self.mode, self.steps_in_backward = units, schedule, mode, mode == "backward"
         self._updater, self._groups, self._first = updater, groups, groups.numbers.start
         self._off_device = [unit for unit in units if any(bucket.spec.updated_off_device for bucket in unit.buckets)]
-        self._state: _Ahead | _InStep | _Torn | None = None
+        self._state: _Idle | _Ahead | _InStep | _Torn = _Idle()
 
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
         """The gradients of a unit are finished: update it at once, where that may be, and every parameter has one."""
         unit = self.units[index]
         self._require_whole("Backward")
-        ahead = self._state if isinstance(self._state, _Ahead) else None
-        if ahead is not None and index in ahead.begun:
+        begun = self._state.begun if isinstance(self._state, _Ahead) else frozenset()
+        if index in begun:
             raise Misuse(
                 f"Gradients of {unit.title} came after its update had begun: with offload step "
                 "'backward' a step has one backward of each unit outside 'with tz.accumulate(model)', and "
@@ -85,11 +94,14 @@ class BackgroundUpdates(OffDeviceUpdates):
             )
         at_once = self.steps_in_backward and unit in self._off_device and not self._has_matrices(unit)
         if at_once and all(all(b.gradient.seen) for b in unit.trainable()):
-            if ahead is None:
-                ahead = self._state = _Ahead(Stepper(optimizer, self._first))
-            ahead.begun.add(index)
+            stepper = self._stepper(optimizer)
+            self._state = _Ahead(stepper, begun | {index})
             unit.weights.catch_up()
-            self._begin(unit, ahead.stepper, handed_over([each for each in self._of(unit.buckets) if each.due]))
+            self._begin(unit, stepper, handed_over([each for each in self._of(unit.buckets) if each.due]))
+
+    def _stepper(self, optimizer: Optimizer) -> Stepper:
+        """What steps all units of one step: hyper-parameters are those of its first update."""
+        return self._state.stepper if isinstance(self._state, _Ahead) else Stepper(optimizer, self._first)
 
     def before_forward(self, index: int) -> None:
         if isinstance(self._state, _Ahead | _Torn) and index in self._state.begun:
@@ -97,22 +109,21 @@ class BackgroundUpdates(OffDeviceUpdates):
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._require_whole("optimizer.step()")
-        ahead = self._state if isinstance(self._state, _Ahead) else _Ahead(Stepper(optimizer, self._first))
-        changed = ahead.stepper.changed_since(optimizer) if ahead is self._state else ()
-        self.forget(abandoned=bool(changed))
-        if changed:
-            raise Misuse(
-                f"The optimizer's {', '.join(changed)} changed between backward and optimizer.step(), but with "
-                "offload step 'backward' units are updated while backward runs. Change hyper-parameters after "
-                "optimizer.step(), or use tz.Offload(step='overlapped')."
-            )
+        begun: frozenset[int] = frozenset()
+        if isinstance(self._state, _Ahead):
+            begun = self._state.begun
+            if changed := self._state.stepper.changed_since(optimizer):
+                self.forget(abandoned=True)
+                raise Misuse(
+                    f"The optimizer's {', '.join(changed)} changed between backward and optimizer.step(), but with "
+                    "offload step 'backward' units are updated while backward runs. Change hyper-parameters after "
+                    "optimizer.step(), or use tz.Offload(step='overlapped')."
+                )
         order = dict.fromkeys([*self.schedule.order.forward, *range(len(self.units))])
-        units = [
-            unit for index in order if index not in ahead.begun and (unit := self.units[index]) in self._off_device
-        ]
+        units = [unit for index in order if index not in begun and (unit := self.units[index]) in self._off_device]
         for unit in units:
             unit.weights.catch_up()
-        self._state = _InStep(ahead.stepper, units)
+        self._state = _InStep(self._stepper(optimizer), units)
 
     def carry_out(
         self,
@@ -128,7 +139,7 @@ class BackgroundUpdates(OffDeviceUpdates):
     def begin(self, finished: Mapping[Bucket, SummedGradient]) -> None:
         """Begin the updates, in the order of forward."""
         assert isinstance(self._state, _InStep), "the step has not been prepared"
-        step, self._state = self._state, None
+        step, self._state = self._state, _Idle()
         for unit in step.units:
             self._begin(unit, step.stepper, finished)
 
@@ -144,10 +155,13 @@ class BackgroundUpdates(OffDeviceUpdates):
             abandoned: whether the step is given up: units that have been updated already are ahead of the others, or
                 all have been stepped though nobody asked for it.
         """
-        if abandoned and isinstance(self._state, _Ahead):
-            self._state = _Torn(self._state.begun, {"weights", "states"})
-        elif not isinstance(self._state, _Torn):
-            self._state = None
+        match self._state:
+            case _Torn():
+                pass  # until weights and states are restored
+            case _Ahead(begun=begun) if abandoned:
+                self._state = _Torn(begun, frozenset({"weights", "states"}))
+            case _:
+                self._state = _Idle()
 
     def require_step_taken(self, what: str, reads: Half | None = None) -> None:
         if isinstance(self._state, _Torn) and reads in self._state.unrestored:
@@ -162,9 +176,8 @@ class BackgroundUpdates(OffDeviceUpdates):
 
     def restored(self, what: Half) -> None:
         if isinstance(self._state, _Torn):
-            self._state.unrestored.discard(what)
-            if not self._state.unrestored:
-                self._state = None
+            unrestored = self._state.unrestored - {what}
+            self._state = _Torn(self._state.begun, unrestored) if unrestored else _Idle()
 
     def _require_whole(self, what: str) -> None:
         if isinstance(self._state, _Torn):
