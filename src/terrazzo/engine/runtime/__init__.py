@@ -5,6 +5,7 @@
     method_replacement what a module has in place of a method, which does not hold it
     private_torch  what torch does not document and the engine uses, looked up once; a torch without it is named
     compiled       what torch's compiler has made of modules
+    dtensors       torch's DTensors, told from plain tensors without an import
     callers        who has called what runs now, by Python's stack
     worker         threads that work for a rank in the background
     process_groups what torch knows of a process group: backends, timeout

@@ -18,7 +18,7 @@ from terrazzo.engine.interception.torch_wrappers import check_unwrapped
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.plan.precision import MOMENTS_NAMES, Precision
-from terrazzo.engine.states.model_state import is_dtensor
+from terrazzo.engine.runtime.dtensors import is_dtensor
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.marks import waits_for_root
 from terrazzo.messages import listed, warn

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from terrazzo.engine.partition.box import Box
 from terrazzo.engine.partition.unit_members import parameters_by_names
 from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.runtime.device import HOST
+from terrazzo.engine.runtime.dtensors import is_dtensor, whole_dtensor
 from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer
 from terrazzo.engine.states.pieces import (
     Piece,
@@ -34,7 +34,7 @@ from terrazzo.engine.states.state_names import first_of
 from terrazzo.errors import BadInput, RanksApart
 from terrazzo.messages import listed
 
-__all__ = ["ModelState", "ParameterInfo", "is_dtensor"]
+__all__ = ["ModelState", "ParameterInfo"]
 
 AllOrNone = Callable[[Callable[[], None]], None]
 _NamedBuffer = tuple[PersistentBuffer, str | None]
@@ -255,12 +255,12 @@ class ModelState:
         """Write full tensors of `state`, of each parameter what this rank has, and return their digests by name."""
         hashes = {}
         for bucket, slot, name in parameters:
-            full, box = _full(state[name]), bucket.box(slot)
+            full, box = whole_dtensor(state[name]), bucket.box(slot)
             hashes[slot.name] = self._hashed(full)
             bucket.write(slot, full if box.is_all else box.of(full))
         for buffer, there in buffers:
             if there is not None:
-                full = _full(state[there])
+                full = whole_dtensor(state[there])
                 hashes[buffer.name] = self._hashed(full)
                 buffer.tensor.copy_(full)
         return hashes
@@ -299,16 +299,6 @@ _GIVE_ALL = (
     "Give every rank the same state dict, or copy it into the weights on the first alone, inside 'with "
     'tz.gathered(model, write="first rank")\'.'
 )
-
-
-def _full(value: Tensor) -> Tensor:
-    return value.full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined]
-
-
-def is_dtensor(value: Tensor) -> bool:
-    """Whether a tensor is torch's DTensor. Its module is not imported for that: it takes a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
 
 
 def _fault(value: object, shape: tuple[int, ...]) -> str | None:
