@@ -318,6 +318,31 @@ def test_real_ranks_refuse_together_within_seconds(two_processes: Pool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("moments", "master", "said"),
+    [
+        (
+            "fp32",
+            "bf16",
+            r"moments in fp32 .* master in bf16: .* 4 bytes .* values of 2.* 'bf16', or 'int8'",
+        ),
+        ("fp64", "fp32", r"moments in fp64 .* Take moments 'fp32' or a master in fp64"),
+    ],
+)
+def test_moments_that_are_wider_than_what_a_step_computes_in_are_warned_of(
+    moments: str, master: str, said: str
+) -> None:
+    precision = tz.Precision(moments=moments, master=master)  # type: ignore[arg-type]
+    with fake_group(2):
+        model: nn.Module = Net()
+        with pytest.warns(UserWarning, match=said):
+            estimate(model, adamw(model.parameters()), precision=precision)
+        estimate(model, torch.optim.SGD(model.parameters(), lr=0.1), precision=precision)  # which keeps none
+        tz.shard(model, None, precision=precision)
+        with pytest.warns(UserWarning, match=said):
+            tz.attach(model, adamw(model.parameters()))
+
+
+@pytest.mark.parametrize(
     ("plan", "settings", "said"),
     [
         ("zero3", {"path": "/x", "digest": True}, r"path, digest change nothing under plan zero3: no state is on nvme"),

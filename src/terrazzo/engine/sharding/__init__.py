@@ -8,9 +8,9 @@
       _check_model, _read_arguments     the model's kind, units, plan, optimizers               model_checks,
                                                                                                 settings_checks,
                                                                                                 shared_parts_checks
-      check_alike                       ranks have the same model, and were told the same       compared_facts
+      ComparedFacts.check_alike         ranks have the same model, and were told the same       compared_facts
       _lay_out                          a BucketLayout for each group; what they cannot do      packed_checks,
-                                                                                                matrix_checks
+                                                                                                optimizer_checks
     ------------------------------------------------------------------------------------------------------------
     _open_store                         host memory and files                                   shard
     _build_units, one after the other   InitialValues.draw, synchronize, Bucket                 shard, initial_values
@@ -25,8 +25,9 @@ One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of a `
     prepare              all that precedes a change
     model_checks         what a model may be made of: modules, parameters, dtypes
     mesh_checks          whether ranks can exchange, on devices and axes that are known
-    settings_checks      what must hold of precision, offload and optimizers
+    settings_checks      what must hold of precision and offload
     shared_parts_checks  parts of parameters and sequences that ranks share: whether they fit the mesh
+    optimizer_checks     optimizers that come to a model: whether they go with it, the plan, and each other
     matrix_checks        whether matrices that an optimizer updates whole can be
     replica_checks       whether replicas can train by themselves
     packed_checks        whether frozen matrices can be kept in 4 bits

@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
+from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.interception.sharded_optimizer import make_sharded_optimizer
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.offload.background_updates import BackgroundUpdates
@@ -15,14 +15,11 @@ from terrazzo.engine.offload.needs import further_moment_bytes, moment_windows
 from terrazzo.engine.offload.updater import Updater
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segments.swapped_groups import SwappedGroups
-from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer, check_zeros
-from terrazzo.engine.optim.stock.param_groups import assign_groups, choose_kernel
-from terrazzo.engine.optim.stock.probe import OptimizerProbe
+from terrazzo.engine.optim.stock.param_groups import choose_kernel
 from terrazzo.engine.optim.stock.template import Templates, drop_meta_states
 from terrazzo.engine.runtime import device as devices
-from terrazzo.engine.sharding.compared_facts import optimizer_facts, state_facts
-from terrazzo.engine.sharding.matrix_checks import check_matrices
-from terrazzo.engine.sharding.settings_checks import check_several
+from terrazzo.engine.sharding.compared_facts import ComparedFacts, optimizer_facts
+from terrazzo.engine.sharding.optimizer_checks import assign_checked, checked_templates, templates_of
 from terrazzo.engine.states.restore import FullStates, restore_optimizer
 from terrazzo.errors import Misuse
 
@@ -43,30 +40,20 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
     """
     engine = engine_of(model)
     engine.drivers.drop_gone()
-    axes, first = engine.axes, engine.drivers.next_group
+    axes, first, earlier = engine.axes, engine.drivers.next_group, engine.drivers.templates
     members = [member for bucket in engine.buckets() for member in bucket.members]
 
     def check() -> Templates:
         if any(bucket.spec.tiers.optim == "nvme" for bucket in engine.trainable()):
             raise Misuse("tz.attach cannot place optimizer state on nvme: give the optimizer to tz.shard.")
-        check_optimizer(optimizer, axes.device)
-        check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision, engine.sharding.diloco)
-        check_narrow([type(optimizer)], engine.precision)
-        templates = [OptimizerProbe(optimizer, group, axes.device).template() for group in optimizer.param_groups]
-        check_zeros(templates, engine.precision, engine.sharding.diloco)
-        assign_groups([optimizer], members, first)
-        built: list[Optimizer] = [optimizer, *(driver.optimizer for driver in engine.drivers.stepping())]
-        check_matrices(engine.trainable(), [*engine.drivers.templates, *templates], built)
-        return templates
+        assign_checked([optimizer], members, axes.device, first)
+        return checked_templates([optimizer], engine.trainable(), engine.sharding, engine.optimizers, earlier)
 
     try:
         templates = all_or_none(axes, check)
         stepped = [[member.name, member.group] for member in members if member.group >= first]
-        facts = {"optimizer": optimizer_facts(optimizer)}
-        of_stage = {"optimizer state": state_facts(optimizer), "parameters": stepped}
-        check_alike(axes, {**facts, **of_stage}, axes.same_stage)
-        check_alike(axes, facts, axes.stage_axis)
-        all_templates = [*engine.drivers.templates, *templates]
+        (optimizer_facts([optimizer]) | ComparedFacts({}, {"parameters": stepped})).check_alike(axes)
+        all_templates = [*earlier, *templates]
         all_or_none(axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), all_templates)))
     except BaseException:
         engine.drivers.drop_gone()
@@ -89,9 +76,7 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     off_device = any(bucket.spec.updated_off_device for bucket in stepped)
     if off_device or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)
-        templates = [
-            OptimizerProbe(optimizer, group, engine.axes.device).template() for group in optimizer.param_groups
-        ]
+        templates = templates_of(optimizer, engine.axes.device)
     states = {
         member.name: dict(optimizer.state.pop(member.parameter))
         for bucket in engine.trainable()

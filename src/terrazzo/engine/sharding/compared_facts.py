@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -18,7 +19,7 @@ from terrazzo.engine.optim.stock.settings import NOT_HYPER
 from terrazzo.engine.optim.stock.template import has_values
 from terrazzo.engine.partition.unit_members import UnitSpec
 
-__all__ = ["buffer_facts", "check_versions", "model_facts", "optimizer_facts", "state_facts", "versions"]
+__all__ = ["ComparedFacts", "buffer_facts", "check_versions", "model_facts", "optimizer_facts", "versions"]
 
 
 def check_versions(axes: Axes) -> None:
@@ -45,10 +46,40 @@ def versions() -> dict[str, object]:
     return {"terrazzo version": _own_version(), "torch version": torch.__version__, "python version": python}
 
 
-def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
-    """The class of an optimizer and the hyper-parameters of its groups, for `check_alike`."""
-    if optimizer is None:
-        return []
+@dataclass(frozen=True)
+class ComparedFacts:
+    """Facts that ranks must have been told alike, by what messages call them.
+
+    Attributes:
+        told: of all ranks.
+        of_stage: of those with the same stage of the model.
+    """
+
+    told: Mapping[str, object]
+    of_stage: Mapping[str, object]
+
+    def __or__(self, other: ComparedFacts) -> ComparedFacts:
+        return ComparedFacts({**self.told, **other.told}, {**self.of_stage, **other.of_stage})
+
+    def check_alike(self, axes: Axes) -> None:
+        """Compare them. Collective.
+
+        Raises:
+            BadInput: on every rank, naming what differs.
+        """
+        check_alike(axes, {**self.told, **self.of_stage}, axes.same_stage)
+        check_alike(axes, self.told, axes.stage_axis)
+
+
+def optimizer_facts(optimizers: Sequence[Optimizer]) -> ComparedFacts:
+    """What optimizers are, and what they keep already: each rank goes on with its own."""
+    return ComparedFacts(
+        {"optimizer": [*map(_class_and_settings, optimizers)]}, {"optimizer state": [*map(_state_digests, optimizers)]}
+    )
+
+
+def _class_and_settings(optimizer: Optimizer) -> list[object]:
+    """The class of an optimizer and the hyper-parameters of its groups."""
     plain = (bool, int, float, str, type(None), list, tuple)
     numbers = [
         {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
@@ -58,8 +89,7 @@ def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
     return [type(optimizer).__name__, *groups]
 
 
-def state_facts(optimizer: Optimizer) -> list[object]:
-    """Digests of what an optimizer keeps already, for `check_alike`: each rank goes on with its own."""
+def _state_digests(optimizer: Optimizer) -> list[object]:
     stepped = [optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
     return [
         [number, {kind: int(digest(v)) if isinstance(v, Tensor) else v for kind, v in state.items()}]

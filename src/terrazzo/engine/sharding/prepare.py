@@ -15,14 +15,11 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket_layout import BucketLayout
 from terrazzo.engine.buckets.unit_layout import UnitLayout
-from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
+from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer, check_zeros
-from terrazzo.engine.optim.stock.param_groups import assign_groups
-from terrazzo.engine.optim.stock.probe import OptimizerProbe
 from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.partition.packed_members import packed_members
 from terrazzo.engine.partition.unit_choice import Units, find_units
@@ -37,14 +34,13 @@ from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.engine.sharding.compared_facts import (
+    ComparedFacts,
     buffer_facts,
     check_versions,
     model_facts,
     optimizer_facts,
-    state_facts,
 )
 from terrazzo.engine.sharding.initial_values import check_initializable
-from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.sharding.mesh_checks import check_group, check_is_mesh, check_kind, check_mesh
 from terrazzo.engine.sharding.model_checks import (
     check_device,
@@ -53,6 +49,7 @@ from terrazzo.engine.sharding.model_checks import (
     check_model,
     warn_of_left_without,
 )
+from terrazzo.engine.sharding.optimizer_checks import assign_checked, checked_templates
 from terrazzo.engine.sharding.packed_checks import check_packed
 from terrazzo.engine.sharding.replica_checks import check_diloco, check_fragments
 from terrazzo.engine.sharding.settings_checks import (
@@ -60,7 +57,6 @@ from terrazzo.engine.sharding.settings_checks import (
     check_hooks,
     check_offload,
     check_precision,
-    check_several,
     warn_of_unused,
     warn_of_unused_formats,
 )
@@ -138,17 +134,7 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     check_versions(axes)
     all_or_none(axes, functools.partial(_check_model, model, mesh))
     arguments = all_or_none(axes, functools.partial(_read_arguments, model, optimizer, plan, options, axes))
-    facts = {"plan": str(arguments.plan), "precision": repr(arguments.precision), "prefetch": options.prefetch}
-    facts["diloco"] = repr(options.diloco)
-    facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
-    facts["optimizer"] = [optimizer_facts(each) for each in arguments.optimizers]
-    # Units that are compiled reduce at other points of a step.
-    compiled = [each.name for each in arguments.specs if compilation_of(each.module) is not None]
-    of_stage: dict[str, object] = {"parameters": model_facts(arguments.specs), "compiled units": compiled}
-    of_stage["buffers"] = buffer_facts(model)
-    of_stage["optimizer state"] = [state_facts(each) for each in arguments.optimizers]
-    check_alike(axes, {**facts, **of_stage}, axes.same_stage)
-    check_alike(axes, facts, axes.stage_axis)
+    _facts(model, arguments, options).check_alike(axes)
     check_parts([member for spec in arguments.specs for member in spec.members], axes)
     replica = axes if options.diloco is None else axes.with_replicas_apart()
     sharding = ShardingSpec(replica, arguments.plan, arguments.precision, diloco=options.diloco)
@@ -192,6 +178,18 @@ def _read_arguments(
     return _ShardArguments(plan, precision, specs, drawn, why_units, built, bool(offloading_of(model)))
 
 
+def _facts(model: nn.Module, arguments: _ShardArguments, options: Options) -> ComparedFacts:
+    """What ranks were told, for them to compare."""
+    told: dict[str, object] = {"plan": str(arguments.plan), "precision": repr(arguments.precision)}
+    told |= {"prefetch": options.prefetch, "diloco": repr(options.diloco)}
+    told |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
+    # Units that are compiled reduce at other points of a step.
+    compiled = [each.name for each in arguments.specs if compilation_of(each.module) is not None]
+    of_stage: dict[str, object] = {"parameters": model_facts(arguments.specs), "compiled units": compiled}
+    of_stage["buffers"] = buffer_facts(model)
+    return ComparedFacts(told, of_stage) | optimizer_facts(arguments.optimizers)
+
+
 def _lay_out(
     arguments: _ShardArguments, options: Options, sharding: ShardingSpec, mesh_axes: Axes, tally: Tally
 ) -> Prepared:
@@ -205,11 +203,7 @@ def _lay_out(
     warn_of_unused_formats(sharding, [bucket for unit in units for bucket in unit.buckets])
     trainable = [bucket for unit in units for bucket in unit.trainable()]
     check_fragments(options.diloco, sum(any(unit.trainable()) for unit in units))
-    check_several(len(built), trainable, arguments.precision, options.diloco)
-    check_narrow(map(type, built), arguments.precision)
-    templates = [OptimizerProbe(each, group, axes.device).template() for each in built for group in each.param_groups]
-    check_zeros(templates, arguments.precision, options.diloco)
-    check_matrices(trainable, templates, built)
+    templates = checked_templates(built, trainable, sharding)
     return Prepared(mesh_axes, sharding, tally, units, arguments.drawn, arguments.why_units, built, templates)
 
 
@@ -236,9 +230,7 @@ def _build_optimizers(
         built = [optimizer(model.parameters())]
     else:
         built = [optimizer]
-    for each in built:
-        check_optimizer(each, device)
-    assign_groups(built, [member for spec in specs for member in spec.members])
+    assign_checked(built, [member for spec in specs for member in spec.members], device)
     return built
 
 

@@ -1,4 +1,4 @@
-"""Checks of precision, offload and optimizers: what the device cannot do, and what does not go together."""
+"""Checks of precision and offload: what the device cannot do, and what does not go together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import seeing_other_data
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.partition.unit_members import Member
-from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import PAGE_BYTES
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
@@ -29,7 +28,6 @@ __all__ = [
     "check_hooks",
     "check_offload",
     "check_precision",
-    "check_several",
     "formats_without_messages",
     "warn_of_unused",
     "warn_of_unused_formats",
@@ -84,33 +82,6 @@ def check_hooks(members: Iterable[Member], precision: Precision) -> None:
     for member in members if precision.loss_scaling else ():
         if has_accumulate_hooks(member.parameter):
             raise BadInput(f"{member.name!r} has been given a hook by {ACCUMULATED_HAS_SCALE}")
-
-
-def check_several(count: int, buckets: Sequence[BucketLayout], precision: Precision, diloco: DiLoCo | None) -> None:
-    """Refuse several optimizers where only one can be.
-
-    Raises:
-        BadInput: there.
-    """
-    if count < 2:
-        return
-    if diloco is not None:
-        raise BadInput(
-            f"{count} optimizers for one model with diloco: a round counts the steps of one optimizer. Use one "
-            "optimizer with several param groups."
-        )
-    if precision.loss_scaling:
-        raise BadInput(
-            f"{count} optimizers for one model with fp16: its loss scale follows the steps of one optimizer. Use "
-            "precision='bf16', or one optimizer with several param groups."
-        )
-    if any(tier != "device" for bucket in buckets for tier in (bucket.spec.tiers.grad, bucket.spec.tiers.optim)):
-        name = next(b.members[0].name for b in buckets if {b.spec.tiers.grad, b.spec.tiers.optim} != {"device"})
-        raise BadInput(
-            f"{count} optimizers for one model with gradients or optimizer state away from the device, such as those "
-            f"of {name!r}: updates there follow the steps of one optimizer. Leave both on the device (weights may be "
-            "elsewhere: tz.Plan.named('zero3').on(weight='cpu')), or use one optimizer with several param groups."
-        )
 
 
 def check_offload(tiers: Collection[str], precision: Precision, offload: Offload) -> None:
