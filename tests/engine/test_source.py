@@ -95,6 +95,14 @@ def test_every_internal_of_torch_beside_the_engine_is_in_a_table() -> None:
     assert private - OF_OTHERS <= {name for names, _ in (*own, *engines) for name in names}
 
 
+def test_the_words_of_the_glossary_are_defined_where_it_says() -> None:
+    page = (ROOT / "docs/glossary.md").read_text().split("## Words of the engine's code")[1]
+    rows = re.findall(r"^\| [^|`]+ \| `([\w/]+)` `(\w+)` \|", page, re.MULTILINE)
+    assert len(rows) == page.count("\n| ") - 1  # but for the head
+    for module, name in rows:
+        assert name in {*map(defined_in, ast.walk(trees()[module]))}, f"{module}: {name}"
+
+
 FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "randperm", "tensor", "zeros"}
 
 

@@ -17,7 +17,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.consensus.number_rows import number_rows
-from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, meet, packed_numel
+from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, meet, words_numel
 from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.moves import GradientFate
@@ -97,7 +97,7 @@ class Agreement:
 def flags_numel(units: Sequence[UnitLayout]) -> int:
     """int64 elements that `Agreement.agree_on_gradients` exchanges over every axis."""
     members = sum(len(bucket.members) for unit in units for bucket in unit.trainable())
-    return MEETING_NUMEL + packed_numel(1 + len(units) + members)
+    return MEETING_NUMEL + words_numel(1 + len(units) + members)
 
 
 def _encoded(visits: Sequence[Visit], recomputed: Collection[tuple[int, int]]) -> list[int]:

@@ -17,16 +17,16 @@ from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
 
-__all__ = ["MEETING_NUMEL", "meet", "packed_numel"]
+__all__ = ["MEETING_NUMEL", "meet", "words_numel"]
 
 MEETING_NUMEL = 3
 """int64 elements that each meeting exchanges over every axis, besides its flags."""
 _FLAGS = 63
-"""In an int64, whose sign stays."""
+"""Flags in one int64, a word, whose sign stays."""
 
 
-def packed_numel(flags: int) -> int:
-    """int64 elements that so many flags take."""
+def words_numel(flags: int) -> int:
+    """Words that so many flags take."""
     return -(-flags // _FLAGS)
 
 
@@ -40,23 +40,23 @@ def meet(
             transport whose messages carry no labels.
     """
     checksum = _checksum(axes, progress)
-    values = torch.tensor([checksum, ~checksum, number, *_packed(flags)], device=HOST)
+    values = torch.tensor([checksum, ~checksum, number, *_words(flags)], device=HOST)
     with labelled(label):
-        largest, smallest, greatest, *packed = axes.total(values, axes.within_stage, _combined).tolist()
+        largest, smallest, greatest, *words = axes.total(values, axes.within_stage, _combined).tolist()
         if largest != ~smallest:
             _name_difference(axes, progress, label)
-    return greatest, [bool(packed[place // _FLAGS] >> place % _FLAGS & 1) for place in range(len(flags))]
+    return greatest, [bool(words[place // _FLAGS] >> place % _FLAGS & 1) for place in range(len(flags))]
 
 
-def _packed(flags: Sequence[bool]) -> Iterator[int]:
+def _words(flags: Sequence[bool]) -> Iterator[int]:
     for start in range(0, len(flags), _FLAGS):
         yield sum(flag << place for place, flag in enumerate(flags[start : start + _FLAGS]))
 
 
 def _combined(rows: Tensor, dim: int) -> Tensor:
     """What ranks bring to a meeting together, of the `rows` of each."""
-    numbers, packed = rows[:, :MEETING_NUMEL], rows[:, MEETING_NUMEL:]
-    return torch.cat([numbers.amax(dim), functools.reduce(torch.bitwise_or, packed.unbind(dim))])
+    numbers, words = rows[:, :MEETING_NUMEL], rows[:, MEETING_NUMEL:]
+    return torch.cat([numbers.amax(dim), functools.reduce(torch.bitwise_or, words.unbind(dim))])
 
 
 _Numbers = Iterable[tuple[str, float]]

@@ -49,10 +49,10 @@ class Box:
         return cls(tuple(shape), (whole(shape),))
 
     @classmethod
-    def cut(cls, shape: Sequence[int], dim: int, runs: Iterable[tuple[int, int]]) -> Box:
-        """The half-open intervals `runs` of one dim, and all of the others."""
+    def cut(cls, shape: Sequence[int], dim: int, intervals: Iterable[tuple[int, int]]) -> Box:
+        """The half-open `intervals` of one dim, and all of the others."""
         rectangles = []
-        for start, stop in runs:
+        for start, stop in intervals:
             offsets = tuple(start if each == dim else 0 for each in range(len(shape)))
             sizes = tuple(stop - start if each == dim else size for each, size in enumerate(shape))
             rectangles.append(Rectangle(offsets, sizes))
@@ -102,11 +102,11 @@ class Box:
         if self.is_all:
             return flat
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        runs = []  # where in the whole each index of the joined dim begins
+        begins = []  # where in the whole each index of the joined dim begins
         for each in self.rectangles:
             start = sum(map(operator.mul, strides, each.offsets))
-            runs.append(start + strides[self.dim] * torch.arange(each.sizes[self.dim], device=device))
-        joined, positions = torch.cat(runs), torch.zeros_like(flat)
+            begins.append(start + strides[self.dim] * torch.arange(each.sizes[self.dim], device=device))
+        joined, positions = torch.cat(begins), torch.zeros_like(flat)
         for dim in reversed(range(len(self.shape))):
             index = flat % self.local_shape[dim]
             positions += joined[index] if dim == self.dim else strides[dim] * index
