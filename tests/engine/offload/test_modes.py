@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.engine import ModelState, engine_of
+from terrazzo.engine.buckets.unit_weights import UnitWeights
 from terrazzo.engine.states.optimizer_states import OptimizerStates
 from terrazzo.engine.states.restore import FullStates
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS, held_back
@@ -321,6 +322,33 @@ def test_a_step_that_is_left_out_after_units_were_updated_is_neither_gone_on_fro
             checkpoint.save(str(tmp_path / "half"), model, optimizer, {})
 
     on_ranks(2, body)
+
+
+class WithSpare(Net):
+    """A unit of it is never updated in backward: one of its parameters gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].spare = nn.Parameter(torch.ones(3))
+
+
+def test_a_step_that_raises_before_the_other_units_are_updated_is_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = in_backward(WithSpare())
+        loss_of(model, batch(0, rank)).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(UnitWeights, "catch_up", fail)
+            with pytest.raises(Fault):
+                optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(tz.Misuse, match="half a step"):
+            a_step(model, optimizer, rank)
+
+    on_ranks(1, body)
+
+
+def fail(*args: object) -> None:
+    raise Fault
 
 
 def write_weights(model: Any) -> None:
