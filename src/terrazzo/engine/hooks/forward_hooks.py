@@ -53,7 +53,8 @@ class ForwardHooks:
         self._backward, self._outside = backward, backward.outside
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self._compute, self._alone = sharding.precision.compute, not sharding.axes.live(sharding.axes.whole_mesh)
-        self._warned = False
+        self._warned_of_backward = self._warned_of_order = False
+        self._is_first = sharding.axes.is_first(sharding.axes.within_stage)
         self.refuse(None)
         self._pass_call: Callable[[], Callable[..., Any] | None] = do_nothing  # weakly, the call that is the pass
         members = [member for unit in units for bucket in unit.buckets for member in bucket.members]
@@ -156,6 +157,7 @@ class ForwardHooks:
         schedule.end_forward()
         if training and not schedule.order.agreed:
             self._agreement.agree_on_order()
+            self._warn_of_order()
         return self._passes.of_output(output) if schedule.ends_model else output
 
     def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -251,13 +253,32 @@ class ForwardHooks:
 
     def _warn_of_backward(self, unit: Unit) -> None:
         """Say, once, that a backward comes which was not promised."""
-        if not self._warned:
-            self._warned = True
+        if not self._warned_of_backward:
+            self._warned_of_backward = True
             warn(
-                f"Backward comes to {unit.title}, which is frozen and in front of all that is trained: an input "
-                "requires gradients. The memory bill and the promised traffic were made without it; asked again "
-                "after this step they have it. Give inputs without requires_grad (transformers: without "
-                "enable_input_require_grads()) unless their gradients are wanted."
+                f"Backward comes to {unit.title}, which is frozen and registered in front of all that is trained: an "
+                "input requires gradients, or what is trained runs before it. The memory bill and the promised traffic "
+                "were made without it; asked again after this step they have it. Give inputs without requires_grad "
+                "(transformers: without enable_input_require_grads()) unless their gradients are wanted, and register "
+                "modules in the order in which they run."
+            )
+
+    def _warn_of_order(self) -> None:
+        """Say, once, where units run in another order than they are registered in, and units of another size come so:
+        what a step holds at once is another then, and so was the bill.
+        """
+        order = [self._units[index] for index in dict.fromkeys(self._schedule.order.forward)]
+        registered = sorted(order, key=lambda unit: unit.index)
+        moved = [pair for pair in zip(order, registered, strict=True) if pair[0] is not pair[1]]
+        if self._warned_of_order or all(ran.numel == own.numel for ran, own in moved):
+            return
+        self._warned_of_order = True
+        if self._is_first:
+            ran, own = moved[0]
+            warn(
+                f"Units run in another order than they are registered in: {ran.title} before {own.title}. The memory "
+                "bill and the promised traffic were made for the order of registration; asked again after this step "
+                "they are of what runs. Register modules in the order in which they run, and they are right before it."
             )
 
     def reach(self, index: int) -> bool:
