@@ -8,6 +8,7 @@
     bucket         the same in memory: weight, master weight, moments, and the above
     take_over      what users have written into its weights, or given them as `data`: taken over, or refused
     unit_layout    the buckets of one module, before anything is allocated
+    bucket_groups  which parameters of a module share a bucket, and all units laid out so
     unit_weights   the weights of all buckets of a unit, and the moves that may be under way for them
     unit           the buckets of one module in memory
 
