@@ -47,15 +47,14 @@ def whole_states(stepped: SteppedParameters, begun: bool = False) -> Iterator[tu
     for unit in stepped.engine.units:
         for bucket in (bucket for bucket in unit.trainable() if bucket in stepped.driver.buckets):
             named = {n: i for n, (b, i) in stepped.located.items() if b is bucket and (first or n in fixed)}
-            moments = {kind for name in named for kind in stepped.template_of(name).per_element}
+            templates = {name: stepped.template_of(name) for name in named}
+            moments = {kind for template in templates.values() for kind in template.per_element}
             for kind in sorted(moments):  # the same order on every rank
-                indices = {name: index for name, index in named.items() if kind in stepped.template_of(name)}
-                yield from _moments(stepped, unit, bucket, kind, indices, first)
-            for name in named:
-                of_name = (
-                    fixed[name] if fixed else _fixed_part(stepped.template_of(name), first[stepped.group_of(name)])
-                )
-                yield from ((name, kind, value) for kind, value in of_name)
+                keeping = {name: index for name, index in named.items() if kind in templates[name].per_element}
+                yield from _moments(stepped, unit, bucket, kind, keeping, first)
+            for name, template in templates.items():
+                of_name = fixed[name] if fixed else _fixed_part(template, first[stepped.group_of(name)])
+                yield from ((name, *each) for each in of_name)
 
 
 def _moments(
