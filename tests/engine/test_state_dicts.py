@@ -188,6 +188,28 @@ def test_parameters_that_had_no_gradient_have_no_state_and_frozen_ones_keep_thei
             assert_same(kept, wanted)
 
 
+def test_states_of_frozen_parameters_are_left_out_with_a_warning() -> None:
+    said = r"states of 'embed\.weight', which are frozen.* not kept"
+
+    def body(rank: int) -> None:
+        model, optimizer = alone()
+        state = optimizer.state_dict()
+        model.embed.requires_grad_(False)
+        with pytest.warns(UserWarning, match=said):
+            tz.shard(model, optimizer, "zero1")
+        with pytest.warns(UserWarning, match=said):
+            optimizer.load_state_dict(state)
+        assert len(optimizer.state_dict()["state"]) == len(state["state"]) - 1
+        made = Net()
+        made.embed.requires_grad_(False)
+        adagrad = torch.optim.Adagrad(made.parameters())  # it has states already, of no step
+        state = adagrad.state_dict()
+        tz.shard(made, adagrad, "zero1")
+        adagrad.load_state_dict(state)
+
+    on_ranks(1, body)
+
+
 def test_hooks_for_state_dicts_are_called_and_tied_weights_share_memory() -> None:
     base = Net()
     base.head.weight = base.embed.weight

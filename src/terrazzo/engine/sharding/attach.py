@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
+from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.interception.sharded_optimizer import make_sharded_optimizer
 from terrazzo.engine.model.engine import Engine, engine_of
@@ -20,6 +22,7 @@ from terrazzo.engine.optim.stock.template import Templates, drop_meta_states
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.sharding.compared_facts import ComparedFacts, optimizer_facts
 from terrazzo.engine.sharding.optimizer_checks import assign_checked, checked_templates, templates_of
+from terrazzo.engine.states.given_states import warn_of_unstepped
 from terrazzo.engine.states.restore import FullStates, restore_optimizer
 from terrazzo.errors import Misuse
 
@@ -77,12 +80,8 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     if off_device or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)
         templates = templates_of(optimizer, engine.axes.device)
-    states = {
-        member.name: dict(optimizer.state.pop(member.parameter))
-        for bucket in engine.trainable()
-        for member in bucket.members
-        if member.parameter in optimizer.state
-    }
+    states = _taken_states(optimizer, engine.trainable())
+    warn_of_unstepped(_taken_states(optimizer, engine.buckets()))  # of the others, which are frozen
     of_all = [*engine.drivers.templates, *templates]
     for bucket in (bucket for bucket in stepped if bucket.spec.moments_apart):
         bucket.moments.make_room(engine.store, moment_windows(bucket, of_all, engine.store.settings.cell_numel))
@@ -95,3 +94,13 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
         restore_optimizer(driver, FullStates(states))
     make_sharded_optimizer(optimizer, driver)
     engine.drivers.add(driver, templates)
+
+
+def _taken_states(optimizer: Optimizer, buckets: Iterable[Bucket]) -> dict[str, dict[str, Any]]:
+    """Take out of an optimizer what it has for parameters of some buckets, by their names."""
+    return {
+        member.name: dict(optimizer.state.pop(member.parameter))
+        for bucket in buckets
+        for member in bucket.members
+        if member.parameter in optimizer.state
+    }

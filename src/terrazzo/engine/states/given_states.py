@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.consensus.digest import digest
@@ -17,9 +18,9 @@ from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.restore import restore_optimizer
 from terrazzo.engine.states.stepped_parameters import SteppedParameters
 from terrazzo.errors import BadInput, RanksApart
-from terrazzo.messages import listed
+from terrazzo.messages import listed, warn
 
-__all__ = ["take_states"]
+__all__ = ["take_states", "warn_of_unstepped"]
 
 
 def take_states(stepped: SteppedParameters, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -43,6 +44,17 @@ def take_states(stepped: SteppedParameters, states: Mapping[str, Mapping[str, An
     with torch.no_grad():
         restore_optimizer(stepped.driver, _TakenStates(taken))
     stepped.driver.off_device.restored("states")
+
+
+def warn_of_unstepped(states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Say, of states by the name of their parameter, that nothing keeps them: no optimizer steps what is frozen."""
+    stepped = [name for name, state in states.items() if state and torch.as_tensor(state.get("step", 1)).any()]
+    if stepped and dist.get_rank() == 0:  # others, such as Adagrad's, are made as it is built
+        warn(
+            f"The optimizer has states of {listed([*map(repr, stepped)])}, which are frozen, so that it does not step "
+            "them here: they are not kept, and the next state dict or checkpoint is without them. Parameters that are "
+            "to be trained need requires_grad before tz.shard."
+        )
 
 
 def _check_kinds(stepped: SteppedParameters, by_name: Mapping[str, Mapping[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from terrazzo.engine.optim.stock.param_groups import take_fused
 from terrazzo.engine.optim.stock.settings import NOT_HYPER
 from terrazzo.engine.optim.stock.stepper import bare_copy
 from terrazzo.engine.pipeline.stages import require_whole
-from terrazzo.engine.states.given_states import take_states
+from terrazzo.engine.states.given_states import take_states, warn_of_unstepped
 from terrazzo.engine.states.stepped_parameters import SteppedParameters
 from terrazzo.engine.states.whole_states import States, whole_states
 from terrazzo.errors import BadInput
@@ -79,7 +79,8 @@ class OptimizerStates:
     def load_state_dict(self, state_dict: Any, whole: Callable[[Any], Any] = lambda value: value) -> None:
         """Set all state and the settings of param groups from a state dict over whole parameters. Collective.
 
-        Residuals of its parameters' gradients become zero: the dict has none, and those here are of another run.
+        Residuals of its parameters' gradients become zero: the dict has none, and those here are of another run. Warns
+        of states of frozen parameters, which nothing keeps.
 
         Args:
             state_dict: the same on every rank, by the order of parameters.
@@ -94,7 +95,9 @@ class OptimizerStates:
         edited = all_or_none(self.engine.axes, lambda: self._checked(state_dict))
         names = self.names()
         keys = [key for group in edited["param_groups"] for key in group["params"]]
-        self.load({name: _Whole(edited["state"].get(key, {}), whole) for name, key in zip(names, keys, strict=True)})
+        given = {name: edited["state"].get(key, {}) for name, key in zip(names, keys, strict=True)}
+        self.load({name: _Whole(states, whole) for name, states in given.items()})
+        warn_of_unstepped({name: states for name, states in given.items() if name not in self._stepped.located})
         for bucket, index in self._stepped.located.values():
             for residual in bucket.gradient.residuals:
                 residual.clear([index])
