@@ -19,7 +19,7 @@ from terrazzo.engine.optim.segments.off_device_updates import Uses
 from terrazzo.engine.optim.segments.segment import Segment
 from terrazzo.engine.optim.segments.segment_step import SegmentStates
 from terrazzo.engine.optim.segments.state_memory import StateMemory
-from terrazzo.engine.optim.stock.settings import frozen
+from terrazzo.engine.optim.stock.settings import snapshot
 from terrazzo.optim import MatrixOptimizer
 
 __all__ = ["ApplyOffDevice", "PrepareOffDevice"]
@@ -46,7 +46,7 @@ class PrepareOffDevice:
         after, fresh = dict[str, Any](), dict[str, list[Tensor]]()
         for tile in segment.range.pieces(_HOST_NUMEL):
             within = tile.within(segment.range)
-            own = {k: v[within] if segment.keeps_per_element(k, v) else frozen(v) for k, v in before.items()}
+            own = {k: v[within] if segment.keeps_per_element(k, v) else snapshot(v) for k, v in before.items()}
             update = self.optimizer.prepare(self.groups[segment.group], own, gradient[within])
             for key, value in own.items():
                 if not segment.template.keeps_per_element(key, value, update.shape):

@@ -16,7 +16,7 @@ from terrazzo.engine.formats.block_format import tile_numel
 from terrazzo.engine.formats.stochastic_rounding import round_stochastically
 from terrazzo.engine.optim.segments.segment import Segment
 from terrazzo.engine.optim.segments.state_memory import StateMemory
-from terrazzo.engine.optim.stock.settings import frozen
+from terrazzo.engine.optim.stock.settings import snapshot
 from terrazzo.engine.optim.stock.stepper import Stepper
 from terrazzo.engine.plan.layout import Range
 
@@ -100,7 +100,7 @@ class _NarrowStates(SegmentStates):
                 part.grad = gradient[within].float()
             own = {k: v[within] if segment.keeps_per_element(k, v) else v for k, v in others.items()}
             decoded = {k: coded[k].blocks.decode(self._memory.part(k, tile)) for k in coded if k in known}
-            after = stepper.step(segment.group, part, {**frozen(own), **decoded})
+            after = stepper.step(segment.group, part, {**snapshot(own), **decoded})
             part.grad = None  # a copy, perhaps, which need not stay while states are encoded
             if part.data_ptr() != values[within].data_ptr():
                 self._round(part.detach(), values, tile, after)

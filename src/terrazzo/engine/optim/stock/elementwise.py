@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.optim.stock.probe import OptimizerProbe
-from terrazzo.engine.optim.stock.settings import frozen
+from terrazzo.engine.optim.stock.settings import snapshot
 from terrazzo.engine.optim.stock.stepper import Stepper, bare_copy, is_driven, is_torchs, unhooked_step
 from terrazzo.engine.optim.stock.template import Template, Templates, has_values
 from terrazzo.engine.plan.diloco import DiLoCo
@@ -226,7 +226,7 @@ def _steps_of_parts(probe: OptimizerProbe) -> dict[str, Tensor]:
     """What `_steps_of_matrix` gives, by the steps that the engine takes: of each part alone, then one without any."""
     parts = [nn.Parameter(part) for part in _weights(probe).split(_SHORTER)]
     cut = {k: v.split(_SHORTER) if probe.per_element(v) else [v] * len(parts) for k, v in probe.begun().items()}
-    states = [{key: frozen(values[i]) for key, values in cut.items()} for i in range(len(parts))]
+    states = [{key: snapshot(values[i]) for key, values in cut.items()} for i in range(len(parts))]
     alone = _alone(probe, [])
     for gradient in _gradients(probe):
         stepper = Stepper(alone)
@@ -243,7 +243,7 @@ def _alone(probe: OptimizerProbe, parameters: list[nn.Parameter]) -> Optimizer:
     copied = bare_copy(probe.optimizer)
     copied.state = defaultdict(dict)
     copied.param_groups = [
-        {**frozen({**each, "params": None}), "params": parameters if number == probe.number else []}
+        {**snapshot({**each, "params": None}), "params": parameters if number == probe.number else []}
         for number, each in enumerate(probe.optimizer.param_groups)
     ]
     for group in copied.param_groups:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.optim.stock.settings import frozen
+from terrazzo.engine.optim.stock.settings import snapshot
 from terrazzo.engine.optim.stock.stepper import Stepper, is_torchs
 from terrazzo.engine.optim.stock.template import MatrixNeeds, Template, has_values, specs_of
 from terrazzo.engine.runtime import device as devices
@@ -52,7 +52,7 @@ class OptimizerProbe:
 
     def _part(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return frozen(value)
+            return snapshot(value)
         per_element = self._stateful is not None and value.shape == self._stateful.shape
         return (value.flatten()[: self.numel] if per_element else value).to(self.device, copy=True)
 

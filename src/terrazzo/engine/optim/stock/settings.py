@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["NOT_HYPER", "STEP_HOOKS", "Settings", "frozen", "hyper_parameters", "move_step_hooks"]
+__all__ = ["NOT_HYPER", "STEP_HOOKS", "Settings", "hyper_parameters", "move_step_hooks", "snapshot"]
 
 NOT_HYPER = ("params", "param_names")
 """Keys of a param group whose values are no hyper-parameters."""
@@ -31,9 +31,9 @@ class Settings:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.attributes: dict[str, Any] = {key: frozen(value) for key, value in _own(vars(optimizer)).items()}
+        self.attributes: dict[str, Any] = {key: snapshot(value) for key, value in _own(vars(optimizer)).items()}
         self.groups = [
-            {key: frozen(value) for key, value in group.items() if key not in NOT_HYPER}
+            {key: snapshot(value) for key, value in group.items() if key not in NOT_HYPER}
             for group in optimizer.param_groups
         ]
 
@@ -68,13 +68,13 @@ def move_step_hooks(optimizer: Optimizer, last_before: int, first_after: int) ->
     after.move_to_end(first_after, last=False)
 
 
-def frozen(value: Any) -> Any:
+def snapshot(value: Any) -> Any:
     """A copy of `value` that nobody changes in place: of tensors, and of dicts, lists, tuples and sets of them."""
     if isinstance(value, Tensor):
         return value.clone()
     if type(value) is dict:
-        return {key: frozen(each) for key, each in value.items()}
-    return type(value)(map(frozen, value)) if type(value) in (list, tuple, set) else value
+        return {key: snapshot(each) for key, each in value.items()}
+    return type(value)(map(snapshot, value)) if type(value) in (list, tuple, set) else value
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.optim.stock.settings import STEP_HOOKS, Settings, frozen
+from terrazzo.engine.optim.stock.settings import STEP_HOOKS, Settings, snapshot
 
 __all__ = ["Stepper", "bare_copy", "bring_back", "is_driven", "is_torchs", "unhooked_step"]
 
@@ -42,11 +42,11 @@ class Stepper:
             state: what it kept so far; empty before the first step.
         """
         copy = self._copy
-        vars(copy).update(frozen(self._settings.attributes))  # a step counts once, however many tensors it has
+        vars(copy).update(snapshot(self._settings.attributes))  # a step counts once, however many tensors it has
         copy.state = defaultdict(dict, {parameter: dict(state)} if state else {})
         number, groups = group - self._first, self._settings.groups
         shown = enumerate(groups) if self.is_own else [(number, groups[number])]
-        copy.param_groups = [{**frozen(each), "params": [parameter] if i == number else []} for i, each in shown]
+        copy.param_groups = [{**snapshot(each), "params": [parameter] if i == number else []} for i, each in shown]
         values = parameter.detach()
         unhooked_step(copy)
         bring_back(parameter, values)
