@@ -8,7 +8,8 @@ import pytest
 
 from terrazzo.planner import Request, build_setup, estimate
 from terrazzo.planner.api import ask
-from terrazzo.planner.choice.edits import narrower_names, times_text
+from terrazzo.planner.choice.edits import times_text
+from terrazzo.planner.choice.request_changes import narrower_names
 from terrazzo.planner.report.estimates import Edit
 
 H100 = Request("llama3-8b", 8, gpu="h100", strategy="zero3", sequence=8192)

@@ -14,10 +14,11 @@ from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.planner.api import ask, plan
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.candidates import meshes, modes_and_sizes
+from terrazzo.planner.choice.candidates import modes_and_sizes
 from terrazzo.planner.choice.fewest import floor_gpus, min_gpus
 from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.choice.search import search
+from terrazzo.planner.choice.tried_meshes import meshes
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.estimates import Estimate

@@ -13,8 +13,8 @@ from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.messages import did_you_mean
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.edits import edits_that_fit, no_edit, wider_edits
 from terrazzo.planner.choice.fewest import min_gpus
+from terrazzo.planner.choice.request_changes import edits_that_fit, no_edit, wider_edits
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.report.answer import Answer

@@ -13,7 +13,8 @@ from terrazzo.config import Config, MeshConfig, load_config
 from terrazzo.errors import BadInput
 from terrazzo.launch.machine import ranks_to_start
 from terrazzo.planner import Cluster, Edit, Estimate, Request, Setup
-from terrazzo.planner.choice.edits import Changed, Kinds, best_edits, narrower_names, parted_axes
+from terrazzo.planner.choice.edits import Changed, Kinds, best_edits
+from terrazzo.planner.choice.request_changes import narrower_names, parted_axes
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.build_setup import build_cluster

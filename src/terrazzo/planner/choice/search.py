@@ -1,24 +1,40 @@
-"""Every sensible way of running a model on some number of devices: what fits is ranked, what does not says why."""
+"""Every way of running a model that a request leaves open: what fits is ranked, what does not says why.
+
+A walk through five choices, each inside of those before it; `tried_meshes` and `candidates` say what may be chosen:
+
+    number of devices / mesh / strategy / checkpointing mode / micro-batch
+
+Everything is tried but what cannot come first, by one of these rules. Memory and time are what `assemble` says; none of
+the rules has figures of its own.
+
+    states      Where states alone are too large, so they are in every mode and micro-batch: one refusal for all.
+    too large   Memory grows with the micro-batch. Behind one that is too large all of a batch at once is the only one
+                that may fit, since nothing is added up then.
+    slower      A larger micro-batch shares among more tokens what a step costs once. Behind the first that is slower,
+                but for rows that it leaves empty, no other is tried.
+    recomputed  Modes come in order of the time that they cost. One that costs more begins where those before it have
+                no room for certain, with its smallest micro-batch besides, for those who want its memory.
+    groups      Larger shard groups than those of one host send more over the network: only where those do not fit.
+    offload     Copies to a host are slower than any exchange: only where nothing else surely fits.
+
+Values of a choice are so far apart that what lies between them matters little: `neighbours` of what came first are
+tried at the end, on each number of devices.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
-from terrazzo.messages import GIB
 from terrazzo.planner.assemble import assemble, memory_under
-from terrazzo.planner.choice.candidates import (
-    is_round,
-    meshes,
-    model_parallel,
-    modes_and_sizes,
-    offloaded_strategies,
-    strategies,
-    variants,
-)
+from terrazzo.planner.choice.candidates import modes_and_sizes, offloaded_strategies, shard_groups, strategies
+from terrazzo.planner.choice.neighbours import neighbours
 from terrazzo.planner.choice.ranking import pareto, rank_key, simplest_first, tokens_per_s
+from terrazzo.planner.choice.refusals import Refusals, fits_without_sums, states_too_large, too_large
+from terrazzo.planner.choice.tried_meshes import is_round, meshes
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.gate.rule import PlanFinding
@@ -26,7 +42,6 @@ from terrazzo.planner.layout.placement import stand_ins
 from terrazzo.planner.memory.tiers import on_device
 from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.frontier import Frontier, Refusal
-from terrazzo.planner.report.words import HOSTS, LABELS
 from terrazzo.planner.setup.build_setup import build_cluster, build_setup, counts_of, settled, shape_of
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request
@@ -34,16 +49,6 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration
 
 __all__ = ["search", "spread"]
-
-VARIED = 8
-"""How many of the best that were found on one number of devices are tried with other schedules and shard groups."""
-
-
-SUMS = ("unreduced", "sums")
-"""Terms, of the device's memory and the host's, that are there in a step of several micro-batches alone."""
-
-SPARE = 0.1
-"""At most what the allocator keeps beside these, as a share of them."""
 
 
 def search(request: Request, calibration: Calibration | None = None, *, least_memory: bool = False) -> Frontier:
@@ -62,13 +67,13 @@ def search(request: Request, calibration: Calibration | None = None, *, least_me
     counts = counts_of(request, build_cluster(request, 1).device.per_node)
     if not isinstance(request.gpus, int):
         counts = spread(counts)
-    tried = _Tried(request, calibration, least_memory)
+    walk = _Walk(calibration, least_memory)
     for count in counts:
-        tried.try_all(tuple(meshes(settled(replace(request, gpus=count)))))
-    if not tried.considered:
+        walk.try_devices(settled(replace(request, gpus=count)))
+    if not walk.considered:
         check(build_setup(replace(request, gpus=counts[0])))  # says why no mesh is possible
-    ranked = simplest_first(sorted(tried.fitting, key=rank_key(request)))
-    found = Frontier(original, ranked, pareto(ranked), tried.refused(), tried.considered)
+    ranked = simplest_first(sorted(walk.fitting, key=rank_key(request)))
+    found = Frontier(original, ranked, pareto(ranked), walk.refusals.beside(ranked), walk.considered)
     return found if ranked else replace(found, closest=_estimated(found.nearest, calibration))
 
 
@@ -84,175 +89,123 @@ def spread(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(count for count in counts if count in (counts[0], counts[-1]) or is_round(count))
 
 
-class _Tried:
-    """Collects estimates that fit, and why the others do not."""
+class _Walk:
+    """What was found so far: estimates of what fits, and why the rest does not run."""
 
-    def __init__(self, request: Request, calibration: Calibration | None, least_memory: bool) -> None:
-        self.request, self.calibration, self.least_memory = request, calibration, least_memory
+    def __init__(self, calibration: Calibration | None, least_memory: bool) -> None:
+        self.calibration, self.least_memory = calibration, least_memory
         self.fitting: list[Estimate] = []
-        self.refusals: dict[tuple[str, int], Refusal] = {}
-        self.considered = 0
+        self.refusals = Refusals()
 
-    def refused(self) -> tuple[Refusal, ...]:
-        """The strategies of which nothing fits, by number of devices, what lacks least first; what memory is no reason
-        for comes last.
-        """
-        fitting = {(each.setup.plan.name, each.setup.cluster.count) for each in self.fitting}
-        refused = [refusal for key, refusal in self.refusals.items() if key not in fitting]
-        return tuple(sorted(refused, key=lambda refusal: (refusal.gpus, refusal.overrun)))
+    @property
+    def considered(self) -> int:
+        """All candidates, those among them that a rule has spared."""
+        return len(self.fitting) + self.refusals.candidates
 
-    def try_all(self, choices: tuple[Request, ...]) -> None:
-        """All strategies on all meshes; those with offload, which are slower, only where nothing else surely fits."""
-        before = len(self.fitting)
+    def try_devices(self, request: Request) -> None:
+        """All that a request leaves open on its number of devices."""
+        before, on_meshes = len(self.fitting), tuple(meshes(request))
+        self._try_strategies(on_meshes, strategies)
+        for neighbour in neighbours(request, self.fitting[before:]):
+            self._grow(neighbour, (neighbour.micro_batch or 1,))
+        sure = any(each.memory.fits_surely is not False for each in self.fitting[before:])
+        if request.offload and request.plan is None and not sure:
+            self._try_strategies(on_meshes, offloaded_strategies)
+
+    def _try_strategies(self, choices: Iterable[Request], plans: Callable[[Request], Iterable[Plan]]) -> None:
+        """Each strategy of each mesh, in the first shard groups with which anything of it fits."""
         for choice in choices:
-            for strategy in strategies(choice):
-                self.try_strategy(replace(choice, strategy=strategy))
-        self._vary(self.fitting[before:])
-        if not self.request.offload or self.request.strategy is not None:
-            return
-        if not any(each.memory.fits_surely is not False for each in self.fitting[before:]):
-            for choice in choices:
-                for strategy in offloaded_strategies(choice):
-                    self.try_strategy(replace(choice, strategy=strategy))
+            for plan in plans(choice):
+                before = len(self.fitting)
+                for grouped in shard_groups(replace(choice, strategy=plan), named=choice.plan is not None):
+                    if not self._try_modes(grouped) or len(self.fitting) > before:
+                        break
 
-    def try_strategy(self, choice: Request) -> None:
-        """One strategy on one mesh; where the groups that are its default do not fit, with larger ones, too.
-
-        Beside model parallelism these are tried of a strategy that is named alone: others shard there in one group.
-        """
-        before = len(self.fitting)
-        setup = self._try_modes(choice)
-        if setup is None or not setup.plan.groups or choice.dp_replicate is not None:
-            return
-        if self.request.strategy is None and model_parallel(choice):
-            return
-        replicas = setup.mesh.dp_replicate
-        while len(self.fitting) == before and replicas % 2 == 0 and replicas > 2:  # one group is what zero3 has
-            replicas //= 2
-            self._try_modes(replace(choice, dp_replicate=replicas))
-
-    def _try_modes(self, choice: Request) -> Setup | None:
-        """A strategy with every checkpointing mode and micro-batch; how it is set up, None where it cannot be."""
+    def _try_modes(self, choice: Request) -> bool:
+        """One strategy with every checkpointing mode and micro-batch; whether it can be at all, whatever it takes."""
         modes, sizes = modes_and_sizes(choice)
         if self.least_memory:
             sizes = (sizes[0], *sizes[1:][-1:])
-        untried = len(modes) * len(sizes)
-        setup = self._first_possible(replace(choice, checkpointing=modes[0]), sizes, untried)
-        if setup is None:
-            return None
+        try:
+            setup = _first_possible(replace(choice, checkpointing=modes[0]), sizes)
+        except BadInput as error:
+            self.refusals.add(choice, str(error), len(modes) * len(sizes))
+            return False
         if setup.plan.groups and setup.mesh.shard_ranks == 1:
-            self._refuse(choice, f"{setup.plan.name} splits nothing over groups of one rank.", untried)
-        elif (floor := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
+            reason = f"{setup.plan.name} splits nothing over groups of one rank."
+            self.refusals.add(choice, reason, len(modes) * len(sizes))
+        elif (states := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
             leanest = build_setup(replace(choice, micro_batch=setup.micro_batch, checkpointing=modes[-1]))
-            if reason := _refusal(findings(leanest)):  # then it is not what comes nearest
-                self._refuse(choice, reason, untried)
-                return setup
-            reason = f"weights, gradients and optimizer alone need {_gib(floor)} GiB; the device has {_gib(capacity)}."
-            self._refuse(choice, reason, untried, leanest)
+            known = _refusal(findings(leanest))  # then it is not what comes nearest
+            nearest = None if known else (leanest, memory_under(leanest, self.calibration))
+            reason = known or states_too_large(states, capacity)
+            self.refusals.add(choice, reason, len(modes) * len(sizes), nearest)
         else:
-            largest = 0
+            sure = 0
             for mode in modes:
-                useful = tuple(size for size in sizes if size == sizes[0] or size > largest)
-                largest = max(largest, self._grow(replace(choice, checkpointing=mode), useful))
-        return setup
+                useful = tuple(size for size in sizes if size == sizes[0] or size > sure)
+                sure = max(sure, self._grow(replace(choice, checkpointing=mode), useful, setup))
+        return True
 
-    def _first_possible(self, choice: Request, sizes: tuple[int, ...], untried: int) -> Setup | None:
-        """The setup with the first micro-batch that can be; with none, the strategy is refused for the first reason."""
-        refused = ""
-        for size in sizes:
-            try:
-                setup = build_setup(replace(choice, micro_batch=size))
-                check(setup)
-            except BadInput as error:
-                refused = refused or str(error)
-                continue
-            return setup
-        self._refuse(choice, refused, untried)
-        return None
-
-    def _vary(self, fitting: Sequence[Estimate]) -> None:
-        """What the best of what was found on one number of devices leaves untried: micro-batches between two of those
-        that were tried, other schedules, shard groups and ranks that share experts.
-
-        Of schedules those that would be the best if nothing waited in them.
-        """
-        key = rank_key(self.request)
-        ahead = sorted(fitting, key=key)[:VARIED]
-        best = max(map(tokens_per_s, ahead), default=0.0)
-        tried: list[Request] = []
-        for each in ahead:
-            for variant in variants(self.request, each.setup, schedules=_without_bubble(each) >= best):
-                if variant not in tried:
-                    tried.append(variant)
-                    self._grow(variant, (variant.micro_batch or 1,))
-
-    def _grow(self, choice: Request, sizes: tuple[int, ...]) -> int:
-        """Larger and larger micro-batches, as long as they fit and help; the largest that surely fits, or 0.
-
-        Behind one that does not fit, all of a batch at once is the last that can: nothing is summed up then.
-        """
-        sure, rate, left = 0, 0.0, list(sizes)
-        while left:
-            size = left.pop(0)
-            self.considered += 1
-            try:
-                setup = build_setup(replace(choice, micro_batch=size))
-                memory = memory_under(setup, self.calibration)
-            except BadInput as error:
-                self._refuse(choice, str(error), 0)
-                continue
-            known = findings(setup)
-            if reason := _refusal(known):
-                self._refuse(choice, reason, 0)
-                continue
-            if reason := _too_large(setup, memory):
-                if not rate:
-                    self._refuse(choice, reason, 0, setup, memory)
-                left = left[-1:] if choice.global_batch and _fits_without_sums(memory) else []
-                continue
-            estimate = assemble(setup, memory, self.calibration, known)
-            self.fitting.append(estimate)
-            sure = sure if memory.fits_surely is False else size
-            full = tokens_per_s(estimate) * setup.rows / setup.global_batch  # a larger one may leave fewer rows empty
-            if full < rate:
-                break
-            rate = full
-        return sure
-
-    def _refuse(
-        self,
-        choice: Request,
-        reason: str,
-        candidates: int,
-        setup: Setup | None = None,
-        memory: MemoryFigures | None = None,
-    ) -> None:
-        """Count `candidates` that were not tried one by one (0: one that was), and keep the nearest miss.
+    def _grow(self, choice: Request, sizes: tuple[int, ...], at_hand: Setup | None = None) -> int:
+        """Larger and larger micro-batches, as long as they fit and get faster; the largest that surely fits, or 0.
 
         Args:
-            setup: what its memory is too large for; memory: of it, computed here if not given.
+            at_hand: the setup of one of them, which need not be made again; or of another mode.
         """
-        self.considered += candidates
-        if setup is not None and memory is None:
+        if at_hand is not None and at_hand.checkpointing_name != choice.checkpointing:
+            at_hand = None
+        sure, fastest, room = 0, 0.0, True
+        for size in sizes:
+            if not room and size != sizes[-1]:
+                continue
+            one = replace(choice, micro_batch=size)
+            found = self._try(one, at_hand if at_hand and at_hand.micro_batch == size else None)
+            if isinstance(found, MemoryFigures):
+                if choice.global_batch is None or not fits_without_sums(found):
+                    break
+                room = False
+            elif found is not None:
+                sure = sure if found.memory.fits_surely is False else size
+                rate = tokens_per_s(found) * found.setup.rows / found.setup.global_batch  # empty rows are no reason
+                if rate < fastest:
+                    break
+                fastest = rate
+        return sure
+
+    def _try(self, choice: Request, setup: Setup | None) -> Estimate | MemoryFigures | None:
+        """The estimate of one candidate, or what it takes where that is too much; None if it is refused otherwise."""
+        try:
+            setup = setup or build_setup(choice)
             memory = memory_under(setup, self.calibration)
-        needed_bytes = None if memory is None else memory.expected_bytes
-        assert isinstance(choice.gpus, int)
-        assert choice.plan is not None
-        strategy = choice.plan.name
-        known = self.refusals.get((strategy, choice.gpus))
-        refusal = Refusal(strategy, choice.gpus, reason, max(candidates, 1), needed_bytes, setup, memory)
-        if known is not None:
-            nearest = min(known, refusal, key=lambda one: one.overrun)
-            refusal = replace(nearest, candidates=known.candidates + refusal.candidates)
-        self.refusals[strategy, choice.gpus] = refusal
+        except BadInput as error:
+            self.refusals.add(choice, str(error))
+            return None
+        known = findings(setup)
+        if reason := _refusal(known):
+            self.refusals.add(choice, reason)
+            return None
+        if reason := too_large(setup, memory):
+            self.refusals.add(choice, reason, 1, (setup, memory))
+            return memory
+        found = assemble(setup, memory, self.calibration, known)
+        self.fitting.append(found)
+        return found
 
 
-def _without_bubble(estimate: Estimate) -> float:
-    """Tokens per second if no stage waited for another; 0 where no time is known."""
-    if estimate.time is None:
-        return 0.0
-    idle = sum(term.value for term in estimate.time.terms if term.formula == "time.bubble")
-    return tokens_per_s(estimate) * estimate.time.step_s / (estimate.time.step_s - idle)
+def _first_possible(choice: Request, sizes: tuple[int, ...]) -> Setup:
+    """The setup with the first micro-batch that can be. Raises: `BadInput` of the first one where none can."""
+    first: BadInput | None = None
+    for size in sizes:
+        try:
+            setup = build_setup(replace(choice, micro_batch=size))
+            check(setup)
+        except BadInput as error:
+            first = first or error
+            continue
+        return setup
+    assert first is not None
+    raise first
 
 
 def _refusal(known: Sequence[PlanFinding]) -> str:
@@ -262,31 +215,3 @@ def _refusal(known: Sequence[PlanFinding]) -> str:
 def _states_bytes(setup: Setup) -> float:
     """Bytes of states on the device, of the rank along pp that has most."""
     return max(sum(term.value for term in on_device(setup, pp_rank)) for pp_rank in set(stand_ins(setup)))
-
-
-def _too_large(setup: Setup, memory: MemoryFigures) -> str:
-    """Why a setup does not fit on the device, its host or its disks; empty where it does."""
-    if memory.fits is not False:
-        return ""
-    full = memory.overfull[0]
-    largest, mode = max(full.terms, key=lambda term: term.value), setup.checkpointing_name
-    label = LABELS.get(largest.name, largest.name)
-    numbers = f"{_gib(full.expected)} of {_gib(full.capacity or 0)} GiB"
-    if full.name != "device":
-        amount = _gib(memory.ranks_per_host * largest.value)
-        return f"the {HOSTS[full.name]} of each host would hold {numbers}, of which {amount} {label}."
-    with_mode = "" if mode == "none" else f" and {mode} activation checkpointing"
-    which = f"of which {_gib(largest.value)} {label}"
-    return f"with micro-batch {setup.micro_batch}{with_mode}, {numbers} are expected, {which}."
-
-
-def _fits_without_sums(memory: MemoryFigures) -> bool:
-    """Whether what is too large would fit if no gradients were added up over micro-batches."""
-    full = memory.overfull[0]
-    sums = sum(term.value for term in full.terms if term.name in SUMS)
-    return 0 < full.expected - (full.capacity or 0) < (1 + SPARE) * sums
-
-
-def _gib(value: float) -> str:
-    gib = value / GIB
-    return f"{gib:,.0f}" if gib >= 100 else f"{gib:.1f}"

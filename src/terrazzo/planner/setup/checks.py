@@ -21,6 +21,7 @@ from terrazzo.parallel.sharing_rules import (
     splits_tokens,
     tokens_step,
 )
+from terrazzo.planner.caching import once_per_setup
 from terrazzo.planner.machine.checks_of_figures import check_word
 from terrazzo.planner.machine.devices import FORMATS
 from terrazzo.planner.machine.mesh import Mesh
@@ -73,6 +74,7 @@ def check_number(name: str, value: float, *, whole: bool = False, least: float |
         raise BadInput(f"{name} is {value}; give a whole number.")
 
 
+@once_per_setup
 def check(setup: Setup) -> None:
     """Raises: `BadInput` for a setup that cannot be, with the numbers and the edit that fixes it."""
     _check_words(setup)
