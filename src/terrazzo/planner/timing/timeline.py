@@ -123,10 +123,12 @@ class StageSchedule(NamedTuple):
     def _ends(self, passes: Sequence[Sequence[tuple[float, float]]], send_s: float) -> list[float]:
         """When each turn ends, in the order of `_turns`, behind the 0 at which the step begins."""
         lasting, travelling = self._lasting(passes), self._travelling(send_s)
-        played, ends = _played(self), [0.0]
-        for before, given, kind in zip(played.before, played.given, played.kind, strict=True):
+        played = _played(self)
+        ends = [0.0] * (1 + len(played.kind))
+        turns = zip(played.before, played.given, played.kind, strict=True)
+        for place, (before, given, kind) in enumerate(turns, 1):  # nothing is called here: a search plays thousands
             free, arrived = ends[before], ends[given] + travelling[kind]
-            ends.append((free if free > arrived else arrived) + lasting[kind])  # a search plays thousands
+            ends[place] = (free if free > arrived else arrived) + lasting[kind]
         return ends
 
     def _lasting(self, passes: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
@@ -207,13 +209,14 @@ def _turns(schedule: StageSchedule) -> Iterator[_Turn]:
     own, count = [0] * ranks, 0
     # Of every stage's forwards, backwards and gradients of weights, micro-batch by micro-batch: where they ended.
     ended: list[int | None] = [None] * (3 * (last + 1) * places)
+    needs = [_needed_row(stage, kind, last) for stage in range(last + 1) for kind in _KINDS]
     left = [iter(order) for order in actions_of(schedule.name, ranks, schedule.chunks, places)]
     waiting = [next(order, None) for order in left]
     while any(waiting):
         for rank, order in enumerate(left):
             while (action := waiting[rank]) is not None:
                 row = 3 * action.stage + _KINDS.index(action.kind)
-                needed = _needed_row(action.stage, action.kind, last)
+                needed = needs[row]
                 if (given := 0 if needed is None else ended[needed * places + action.micro_batch]) is None:
                     break
                 yield _Turn(action, own[rank], given, 1 + row if schedule.takes_time(action) else 0)
