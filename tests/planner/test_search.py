@@ -666,6 +666,34 @@ def test_every_choice_that_was_left_open_is_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpu", "gpus", "said"),
+    [
+        ("h100", 1, ""),
+        ("h100", 8, "all GPUs on one host, of up to 8 (--per-node)"),
+        ("h100", 16, "hosts of 8 (--per-node), 50 GB/s of each GPU to other hosts (--internode-gb-s)"),
+        ("gb200", 64, "hosts of 4 in racks of 72 (--per-node)"),
+        ("gb200", 144, "hosts of 4 in racks of 72 (--per-node), 50 GB/s of each GPU to other racks (--internode-gb-s)"),
+        ("a40", 16, "hosts of 8 (--per-node)"),  # whose network is not known
+    ],
+)
+def test_machines_that_nobody_has_described_are_said_with_their_options(gpu: str, gpus: int, said: str) -> None:
+    def notes(**options: Any) -> list[str]:
+        asked = request(gpu=gpu, gpus=gpus, strategy="zero3", **options)
+        return [each for each in assumptions(asked, build_setup(asked)) if "of the machines" in each]
+
+    assert notes() == ([f"Assumed of the machines: {said}."] if said else [])
+    assert not notes(per_node=8, internode_bandwidth=10e9)
+    assert ("--per-node" in "".join(notes(internode_bandwidth=10e9))) is (gpus > 1)
+
+
+def test_a_search_says_which_machines_and_which_power_it_assumes() -> None:
+    asked = request("gpt2", 16, gpu="V100-PCIE-16GB", strategy="zero1", checkpointing="none", micro_batch=1)
+    said = search(asked).detailed().notes
+    assert any("hosts of 8 (--per-node)" in each for each in said)
+    assert any("power V100-PCIE-16GB may draw is not known" in each and "(--watts)" in each for each in said)
+
+
+@pytest.mark.parametrize(
     ("option", "axis"),
     [
         ({"context": "ring"}, "cp"),

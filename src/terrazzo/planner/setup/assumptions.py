@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.setup.build_setup import MICRO_BATCHES_PER_STAGE, OPTIMIZER, PRECISION, precision_of
 from terrazzo.planner.setup.kernels import why_unfused
 from terrazzo.planner.setup.request import Request
@@ -21,6 +22,8 @@ def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
         notes.append(f"No sequence length was given: {setup.sequence} tokens are assumed (--seq).")
     if chosen := _defaults(request, setup):
         notes.append(f"Assumed where nothing was said: {', '.join(chosen)}.")
+    if machines := _machines(request, setup):
+        notes.append(f"Assumed of the machines: {', '.join(machines)}.")
     if request.precision is None and precision_of(request, setup.cluster.device) != PRECISION:
         notes.append(
             f"{setup.cluster.device.name} has no bf16 units, which came with Ampere: fp16 is chosen, with a loss "
@@ -73,3 +76,23 @@ def _defaults(request: Request, setup: Setup) -> list[str]:
     if setup.mesh.cp > 1:
         choices.append((request.context, f"context mode {setup.context} (--context)"))
     return [text for choice, text in choices if choice is None]
+
+
+def _machines(request: Request, setup: Setup) -> list[str]:
+    """Where several GPUs lie, and what is between hosts, as the table has it for most that are sold; each with its
+    option. Of this machine's GPUs the host is known, and of a `Device` that was given all is.
+    """
+    device, count = setup.cluster.device, setup.cluster.count
+    if count == 1 or device.kind != "cuda" or isinstance(request.gpu, Device):
+        return []
+    said, racks = [], device.scaleup_domain > device.per_node
+    if request.per_node is None and (request.gpu or "").lower() != "here":
+        if count <= device.per_node:
+            said.append(f"all GPUs on one host, of up to {device.per_node} (--per-node)")
+        else:
+            within = f" in racks of {device.scaleup_domain}" if racks else ""
+            said.append(f"hosts of {device.per_node}{within} (--per-node)")
+    if request.internode_bandwidth is None and device.internode_bandwidth and count > device.near_ranks:
+        speed, where = f"{device.internode_bandwidth / 1e9:g} GB/s", "racks" if racks else "hosts"
+        said.append(f"{speed} of each GPU to other {where} (--internode-gb-s)")
+    return said
