@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrazzo.errors import BadInput
+from terrazzo.planner.assemble import estimate
 from terrazzo.planner.machine import devices as machine
 from terrazzo.planner.machine.devices import Cluster, Device, MeasuredHost, device, device_of_row, devices, this_machine
 from terrazzo.planner.machine.mesh import Mesh, group_of
@@ -300,6 +301,22 @@ def test_hosts_of_fewer_devices_have_fewer_links_of_a_full_mesh_and_racks_whole_
     alone = Network(device("mi300x").in_hosts_of(1))
     assert alone.bandwidth(group_of(Mesh(dp_shard=4), "dp_shard")) == pytest.approx(45e9)
     assert [device("gb200").in_hosts_of(n).scaleup_domain for n in (4, 8, 16, 64, 72)] == [72, 72, 64, 64, 72]
+
+
+def test_rings_over_hosts_of_pairs_cross_pcie_within_them() -> None:
+    """A bridge joins two of eight, so that a tree over hosts waits within them as over PCIe."""
+    tree = UnitTransfer("all_reduce", "", "tensor", When.FORWARD, 1.0, group_of(Mesh(dp_replicate=64), "dp_replicate"))
+    pairs = device("A100-PCIE-80GB")
+    waits = {gpu.scaleup_domain: Network(gpu).move_s(tree) for gpu in (pairs, replace(pairs, scaleup_domain=8))}
+    assert waits[2] - waits[8] == pytest.approx(2 * 7 * (5.7e-6 - 3.4e-6), rel=1e-3)
+
+
+def test_links_within_hosts_that_are_not_known_are_asked_for_where_rings_leave_them() -> None:
+    asked = Request("gpt2", 16, gpu="mine", memory_bytes=80e9, peak_flops=3e14, memory_bandwidth=2e12,
+                    internode_bandwidth=25e9, strategy="zero1", sequence=512)  # fmt: skip
+    assert "over PCIe (--pcie-gb-s) is not known" in estimate(build_setup(asked)).no_time
+    for known in ({"pcie_bandwidth": 30e9}, {"scaleup_bandwidth": 300e9}, {"per_node": 1}):
+        assert estimate(build_setup(replace(asked, **known))).time is not None
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 0, "8", True])

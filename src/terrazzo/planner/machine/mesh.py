@@ -49,8 +49,8 @@ class Mesh:
         domain, of so many ranks each.
         """
         ranks, largest = self.batch_ranks, of // (self.tp * self.cp)
-        sizes = (size for size in range(min(ranks, largest), 0, -1) if ranks % size == 0)
-        meshes = (replace(self, dp_replicate=ranks // size, dp_shard=size) for size in (*sizes, 1))
+        sizes = (size for size in range(min(ranks, largest), 1, -1) if ranks % size == 0)
+        meshes = (replace(self, dp_replicate=ranks // size, dp_shard=size) for size in sizes)
         alone = replace(self, dp_replicate=ranks, dp_shard=1)
         return next((mesh for mesh in meshes if group_of(mesh, "dp_shard").on_hosts(of).hosts == 1), alone)
 

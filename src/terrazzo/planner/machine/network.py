@@ -8,7 +8,7 @@ from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.machine.mesh import HostCounts, RankGroup
 from terrazzo.planner.machine.transfers import Link, UnitTransfer
 
-__all__ = ["CALL_S", "HOP_S", "NEAR_HOP_S", "Network"]
+__all__ = ["CALL_S", "HOP_S", "NEAR_HOP_S", "Network", "link_inside"]
 
 SCALEUP_SHARE = 0.80
 """What ring collectives of large messages reach of a scale-up link's bandwidth: all-gather on 8 H100 361 of 450 GB/s, 8
@@ -47,6 +47,11 @@ SWITCH_GAIN = 1.3
 """All-reduce of 8 H200 with it 480 GB/s, without it 367 (stas00/ml-engineering)."""
 
 
+def link_inside(device: Device) -> Link:
+    """What a ring over several nodes crosses inside of each: scale-up links where they join all of it, not pairs."""
+    return Link.SCALEUP if device.scaleup_domain >= max(device.per_node, 2) else Link.PCIE
+
+
 @dataclass(frozen=True, eq=False)
 class Network:
     """The links of a device, seen by groups of ranks, which are as slow as the one that lies worst on hosts. If `free`,
@@ -56,10 +61,6 @@ class Network:
     device: Device
     free: bool = False
 
-    @property
-    def _domain(self) -> int:
-        return self.device.scaleup_domain if self.device.scaleup_bandwidth else 1
-
     def _counts(self, group: RankGroup) -> HostCounts:
         """How a group lies on nodes, or on domains where these are larger."""
         return group.on_hosts(self.device.near_ranks)
@@ -68,7 +69,7 @@ class Network:
         """The slowest link that groups along an axis cross; a link itself, which a copy is over."""
         if isinstance(over, Link):
             return over
-        if over.on_hosts(self._domain).hosts == 1:
+        if over.on_hosts(self.device.scaleup_domain).hosts == 1:
             return Link.SCALEUP
         return Link.PCIE if over.on_hosts(self.device.per_node).hosts == 1 else Link.INTERNODE
 
@@ -89,16 +90,18 @@ class Network:
             return None
         counts = self._counts(group)
         cards = device.internode_bandwidth * INTERNODE_SHARE * counts.fewest
-        within = [cards, inside if self._domain >= device.per_node else through_host]
-        return min(rate for rate in within if rate) if counts.most > 1 else cards
+        if counts.most == 1:
+            return cards
+        within = inside if link_inside(device) is Link.SCALEUP else through_host
+        return within and min(cards, within)
 
     def _links_used(self, group: RankGroup) -> float:
         """The share of a scale-up bandwidth that a ring reaches. In a full mesh each rank has its own link."""
-        if not self.device.full_mesh or self._domain == 1:
+        if not self.device.full_mesh or self.device.scaleup_domain == 1:
             return SCALEUP_SHARE
-        counts = group.on_hosts(self._domain)
+        counts = group.on_hosts(self.device.scaleup_domain)
         near = counts.fewest if counts.fewest > 1 else counts.most
-        return MESH_SHARE * (near - 1) / (self._domain - 1)
+        return MESH_SHARE * (near - 1) / (self.device.scaleup_domain - 1)
 
     def move_s(self, move: UnitTransfer) -> float:
         """Seconds of a collective, once. The links must be known."""
@@ -131,8 +134,7 @@ class Network:
             return ring
         counts = self._counts(group)
         levels = (counts.hosts - 1).bit_length()
-        inside = NEAR_HOP_S[Link.SCALEUP if self._domain > 1 else Link.PCIE]
-        return min(ring, 2 * ((counts.most - 1) * inside + levels * LEVEL_S))
+        return min(ring, 2 * ((counts.most - 1) * NEAR_HOP_S[link_inside(self.device)] + levels * LEVEL_S))
 
     def _hops(self, kind: str, group: RankGroup) -> float:
         if kind == "all_reduce":
@@ -155,7 +157,7 @@ class Network:
         if link is Link.INTERNODE and device.internode_bandwidth is not None:
             return min(ring, device.internode_bandwidth * INTERNODE_SHARE)
         if link is Link.SCALEUP and device.full_mesh and device.scaleup_bandwidth is not None:
-            return device.scaleup_bandwidth * MESH_SHARE / (self._domain - 1)
+            return device.scaleup_bandwidth * MESH_SHARE / (self.device.scaleup_domain - 1)
         return ring
 
     def _scattered(self, group: RankGroup, ring: float) -> float:

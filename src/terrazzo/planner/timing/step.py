@@ -8,6 +8,7 @@ waits for all ranks, as clipping does, is the longest of any.
 from __future__ import annotations
 
 from terrazzo.planner.figures import Term, TimeFigures, TrafficFigures
+from terrazzo.planner.machine.network import link_inside
 from terrazzo.planner.machine.transfers import Link
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration
@@ -97,7 +98,9 @@ def _unknown_links(setup: Setup, traffic: TrafficFigures, measured: bool = False
         Link.DISK: setup.cluster.disk_bandwidth,
     }
     copied = copied_bytes(setup, traffic)
-    crossed = copied if measured else traffic.links
+    crossed = dict.fromkeys(copied if measured else traffic.links)
+    if Link.INTERNODE in crossed and device.near_ranks > 1:  # rings over hosts cross these too
+        crossed[link_inside(device)] = None
     either = Link.PCIE not in copied and device.scaleup_bandwidth is None  # for what ranks of a host exchange
     instead = ", nor of links between devices of a host, which would do instead (--scaleup-gb-s)"
     return "; ".join(
