@@ -836,10 +836,25 @@ def test_a_batch_that_fits_only_at_once_is_found_offered_and_sized() -> None:
 
 
 def test_axes_go_on_for_as_long_as_it_gets_better() -> None:
-    long = search(request(gpus=256, parallel=True, strategy="zero3", sequence=1 << 20, global_batch=1, tp=1, pp=1)).best
-    assert long is not None and long.setup.mesh.cp > 8
-    short = search(Request("gpt2", 8, gpu="h100", strategy="zero1", sequence=64)).best
-    assert short is not None and short.setup.micro_batch >= 512
+    long = search(request(gpus=256, parallel=True, strategy="zero3", sequence=1 << 20, global_batch=1, tp=1, pp=1))
+    assert long.best is not None and long.best.setup.mesh.cp == 256  # of every plan a rank for 16,384 tokens: 64
+    assert long.beyond == ("cp 256 (--cp)",)
+    assert any("of the best alone: cp 256 (--cp)" in note for note in long.detailed().notes)
+    named = search(replace(long.request, cp=256))
+    assert named.best is not None and not named.beyond
+    assert named.best.setup.mesh == long.best.setup.mesh and rate(named.best) >= rate(long.best)
+    short = search(Request("gpt2", 8, gpu="h100", strategy="zero1", sequence=64))
+    assert short.best is not None and short.best.setup.micro_batch >= 512
+    assert not short.beyond and not any("of the best alone" in note for note in short.detailed().notes)
+
+
+def test_what_is_faster_but_has_no_room_is_tried_with_other_groups() -> None:
+    """With tp 2 nothing surely fits of what is tried on every mesh, and 4 ranks that share experts do."""
+    asked = request("qwen3-30b-a3b", 32, parallel=True, strategy="hybrid_shard", sequence=8192, pp=1)
+    best, named = search(asked).best, estimate(build_setup(replace(
+        asked, parallel=False, tp=2, ep=4, checkpointing="selective_half", micro_batch=2)))  # fmt: skip
+    assert best is not None and best.memory.fits_surely and named.memory.fits_surely
+    assert rate(best) >= (1 - NOISE) * rate(named)
 
 
 def test_a_micro_batch_that_is_refused_refuses_no_other() -> None:

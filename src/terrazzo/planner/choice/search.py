@@ -17,8 +17,9 @@ the rules has figures of its own.
     groups      Larger shard groups than those of one host send more over the network: only where those do not fit.
     offload     Copies to a host are slower than any exchange: only where nothing else surely fits.
 
-Values of a choice are so far apart that what lies between them matters little: `neighbours` of what came first are
-tried at the end, on each number of devices.
+Values of a choice are so far apart that what lies between them matters little, and end where more has hardly ever been
+better. At the end, on each number of devices, `neighbours` of what came first are tried; and as long as a step over one
+of these ends makes the best better, the next one is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import assemble, memory_under
 from terrazzo.planner.choice.candidates import modes_and_sizes, offloaded_strategies, shard_groups, strategies
-from terrazzo.planner.choice.neighbours import neighbours
+from terrazzo.planner.choice.neighbours import beyond, neighbours, steps_beyond
 from terrazzo.planner.choice.ranking import pareto, rank_key, simplest_first, tokens_per_s
 from terrazzo.planner.choice.refusals import Refusals, fits_without_sums, states_too_large, too_large
 from terrazzo.planner.choice.tried_meshes import is_round, meshes
@@ -67,14 +68,17 @@ def search(request: Request, calibration: Calibration | None = None, *, least_me
     counts = counts_of(request, build_cluster(request, 1).device.per_node)
     if not isinstance(request.gpus, int):
         counts = spread(counts)
-    walk = _Walk(calibration, least_memory)
+    walk = _SearchWalk(calibration, least_memory)
     for count in counts:
         walk.try_devices(settled(replace(request, gpus=count)))
     if not walk.considered:
         check(build_setup(replace(request, gpus=counts[0])))  # says why no mesh is possible
     ranked = simplest_first(sorted(walk.fitting, key=rank_key(request)))
     found = Frontier(original, ranked, pareto(ranked), walk.refusals.beside(ranked), walk.considered)
-    return found if ranked else replace(found, closest=_estimated(found.nearest, calibration))
+    if not ranked:
+        return replace(found, closest=_estimated(found.nearest, calibration))
+    best = ranked[0].setup
+    return replace(found, beyond=beyond(request, best, walk.meshes[best.cluster.count]))
 
 
 def _estimated(miss: Refusal | None, calibration: Calibration | None) -> Estimate | None:
@@ -89,11 +93,12 @@ def spread(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(count for count in counts if count in (counts[0], counts[-1]) or is_round(count))
 
 
-class _Walk:
+class _SearchWalk:
     """What was found so far: estimates of what fits, and why the rest does not run."""
 
     def __init__(self, calibration: Calibration | None, least_memory: bool) -> None:
         self.calibration, self.least_memory = calibration, least_memory
+        self.meshes: dict[int, tuple[Request, ...]] = {}
         self.fitting: list[Estimate] = []
         self.refusals = Refusals()
 
@@ -104,13 +109,27 @@ class _Walk:
 
     def try_devices(self, request: Request) -> None:
         """All that a request leaves open on its number of devices."""
+        assert isinstance(request.gpus, int)
         before, on_meshes = len(self.fitting), tuple(meshes(request))
+        self.meshes[request.gpus] = on_meshes
         self._try_strategies(on_meshes, strategies)
         for neighbour in neighbours(request, self.fitting[before:]):
             self._grow(neighbour, (neighbour.micro_batch or 1,))
+        self._go_on(request, before, on_meshes)
         sure = any(each.memory.fits_surely is not False for each in self.fitting[before:])
         if request.offload and request.plan is None and not sure:
             self._try_strategies(on_meshes, offloaded_strategies)
+
+    def _go_on(self, request: Request, before: int, tried: tuple[Request, ...]) -> None:
+        """Go beyond what is tried of every plan, for as long as it makes the best of `fitting[before:]` better."""
+        key, best, taken = rank_key(request), None, list[Request]()
+        while (first := min(self.fitting[before:], key=key, default=None)) is not best:
+            best = first
+            assert best is not None
+            for step in [each for each in steps_beyond(request, best.setup, tried) if each not in taken]:
+                taken.append(step)
+                sizes = modes_and_sizes(step).sizes
+                self._grow(step, tuple(size for size in sizes if 2 * size >= best.setup.micro_batch) or sizes[-1:])
 
     def _try_strategies(self, choices: Iterable[Request], plans: Callable[[Request], Iterable[Plan]]) -> None:
         """Each strategy of each mesh, in the first shard groups with which anything of it fits."""

@@ -29,6 +29,7 @@ OWN_BATCHES = (
     "Each plan is rated at a batch of its own, in sequences of a step: the larger, the more of them share what a step "
     "costs once. To compare all at one, give it, such as --global-batch {}."
 )
+BEYOND = "Beyond what is tried of every plan, and tried of the best alone: {}. Name it to compare all plans with it."
 SHOWN_ROWS = 12
 """Rows of a table on screen; the JSON has all."""
 
@@ -70,6 +71,7 @@ class Frontier:
         considered: candidates in all.
         closest: where nothing fits, what lacks least of what memory refused, with the edits with which something fits
             if they were looked for; None where memory refused nothing.
+        beyond: what of the best is more than was tried of every plan, with the option that names it.
     """
 
     request: Request
@@ -78,6 +80,7 @@ class Frontier:
     refused: tuple[Refusal, ...]
     considered: int
     closest: Estimate | None = None
+    beyond: tuple[str, ...] = ()
 
     @property
     def best(self) -> Estimate | None:
@@ -127,7 +130,8 @@ class Frontier:
             why = [f"{strategy}: {reason}" if len(reasons) > 1 else reason for reason, strategy in reasons.items()]
             raise BadInput(f"Nothing can be planned. {(why or [NO_MESH])[-1]}")
         known = request_of(self.request, shown.setup)
-        return replace(shown, notes=assumptions(known, shown.setup) + shown.notes)
+        beyond = (BEYOND.format(", ".join(self.beyond)),) if self.beyond else ()
+        return replace(shown, notes=(*beyond, *assumptions(known, shown.setup), *shown.notes))
 
     def blocks(self, best: Estimate, head: Sequence[TextBlock] = ()) -> list[TextBlock]:
         """All estimates in short and `best` in detail.
