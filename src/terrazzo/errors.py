@@ -77,7 +77,12 @@ class Misuse(TerrazzoError, RuntimeError):
 
 
 class RanksApart(Misuse):
-    """Ranks have not run the same, and what they exchange does not belong together; no step uses it."""
+    """Ranks have not run the same, and what they exchange does not belong together; no step uses it.
+
+    Where an exchange itself shows that, all ranks of the mesh raise this, and have no connections from then on: what
+    comes next raises it again. What else ranks compare, such as a state dict that they load, leaves connections as they
+    are.
+    """
 
 
 class ConnectionLost(TerrazzoError, ConnectionError, RuntimeError):

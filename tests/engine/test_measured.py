@@ -231,9 +231,11 @@ def test_ranks_that_measure_other_things_are_refused_on_each(what: str, plan: st
             tz.RanksApart, match=r"ranks?( \d,?)+ at [a-z0-9.]+(weight|bias)\.[a-z]+\(.*in the same order"
         ):
             MIXED[what](list(model.parameters()), int(rank == 0))
-        return str(model.embed.weight.norm().item())
+        with pytest.raises(tz.RanksApart) as again:
+            model.embed.weight.norm()
+        return str(again.value)
 
-    assert len({*on_ranks(4, body)}) == 1
+    assert len({*on_ranks(4, body)}) == 1, "there is nothing to go on by"
 
 
 def test_ranks_that_measure_other_gradients_are_refused_in_each_replica() -> None:
@@ -243,7 +245,6 @@ def test_ranks_that_measure_other_gradients_are_refused_in_each_replica() -> Non
         gradients: Any = [model.embed.weight.grad, model.head.bias.grad]
         with pytest.raises(tz.RanksApart, match=r"rank 0 at head\.bias\.grad\.sum\(\); ranks 1, 2, 3 at embed\."):
             gradients[int(rank == 0)].sum()
-        assert gradients[0].sum().isfinite()
 
     on_ranks(4, body)
 

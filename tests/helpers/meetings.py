@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 
 from terrazzo.engine.comm import control_exchanges
 
-__all__ = ["OF_GROUPS", "Name", "all_gather", "all_reduce", "all_to_all"]
+__all__ = ["OF_GROUPS", "Name", "all_gather", "all_reduce", "all_to_all", "break_off", "broken", "closed", "start"]
 
 _RENAMED = hasattr(ProcessLocalGroup, "all_to_all_single")  # by torch 2.13
 _GATHER, _EXCHANGE = ("all_gather_single", "all_to_all_single") if _RENAMED else ("_allgather_base", "alltoall_base")
@@ -69,6 +69,32 @@ def _exchange(self: Any, output: Tensor, own: Tensor, to: Sequence[int], of: Seq
 
 OF_GROUPS: dict[str, Any] = {_GATHER: _gather, _EXCHANGE: _exchange, "pg_name": Name()}
 """What `ProcessLocalGroup` has instead of its own."""
+
+
+broken: set[Any] = set()
+"""Names of groups whose ranks have broken off, and collectives that were under way there."""
+_torchs_start = ProcessLocalGroup._start_coll
+
+
+def start(collective: Any, group: Any) -> Any:
+    """In place of `ProcessLocalGroup._start_coll`: the collective of now in a group."""
+    if group.pg_name in broken:
+        raise closed()
+    return _torchs_start(collective, group)
+
+
+def break_off(name: str) -> None:
+    """Who waits in the group of that name hears what ranks of gloo hear where a connection ends, as does who comes."""
+    broken.add(name)
+    if (met := ProcessLocalGroup._cur_coll_on_pgs.get(name)) is not None:
+        with met._done_cond:
+            broken.add(met)
+            met._done_cond.notify_all()
+
+
+def closed() -> RuntimeError:
+    """What ranks of gloo hear."""
+    return RuntimeError("[gloo/transport/threads] Connection closed by peer")
 
 
 def _meet(group: Any, collective: Any, data: Any) -> dist.Work:

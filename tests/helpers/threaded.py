@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,17 +34,24 @@ class ThreadedCollectives(Collectives):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._store = dist.distributed_c10d._get_default_store()
+        self.links.mesh_groups.add(self.group, functools.partial(meetings.break_off, self.group.pg_name))
+
+    @contextlib.contextmanager
+    def _waiting_for_all(self, kind: str) -> Iterator[None]:
+        with super()._waiting_for_all(kind):
+            if kind not in ("control", "broadcast"):
+                self._compare_labels()
+            yield
 
     def _compare_labels(self) -> None:
         """The first rank that comes writes down what it moves, and the others compare."""
         count = _compared[self.group] = _compared.get(self.group, 0) + 1
         label = moving.get()
         key = f"terrazzo/{self.group.group_name}/{count}"
-        first = self._store.compare_set(key, "", str(label.code))
-        label.check(int(first), "another rank")
+        rank, code = self._store.compare_set(key, "", f"{dist.get_rank()} {label.code}").split()
+        label.check(0, int(rank), int(code), 0)
 
     def _all_gather(self, full: Tensor, kind: str) -> Moves:
-        self._compare_labels()
         own = self._chunks(full)[self.rank]
         with self._waiting_for_all(kind):
             meetings.all_gather(full, own, self.group)
@@ -51,7 +59,6 @@ class ThreadedCollectives(Collectives):
         return full
 
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves:
-        self._compare_labels()
         received = torch.empty_like(full)
         with self.ledger.holding(received.nbytes):
             with self._waiting_for_all(kind):
@@ -64,7 +71,6 @@ class ThreadedCollectives(Collectives):
     def _all_to_all(
         self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int], kind: str
     ) -> Moves:
-        self._compare_labels()
         with self._waiting_for_all(kind):
             dist.all_to_all_single(received, sent, list(received_numels), list(sent_numels), group=self.group)
         yield Handle()

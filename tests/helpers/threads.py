@@ -119,6 +119,7 @@ def _threaded_backend() -> Iterator[None]:
             mock.patch.object(dist, "all_reduce", meetings.all_reduce),
             mock.patch.object(control_exchanges, "all_gather_single", meetings.all_gather),
             mock.patch.object(Collective, "join", _join_collective),
+            mock.patch.object(ProcessLocalGroup, "_start_coll", meetings.start),
             mock.patch.object(distributed_c10d, "_store_based_barrier", _meet_in_store),
             mock.patch.object(sys, "excepthook", sys.excepthook),  # which every rank wraps once more
         ):
@@ -126,6 +127,7 @@ def _threaded_backend() -> Iterator[None]:
     finally:
         _uninstall_threaded_pg()
         ProcessLocalGroup.reset()
+        meetings.broken.clear()
         _set_thread_isolation_mode(False)
 
 
@@ -160,10 +162,12 @@ def _join_collective(self: Any, rank: int, data: Any) -> dist.Work:
             self._done_cond.notify_all()
         if not self._done:
             turns.give()
-        self._done_cond.wait_for(lambda: self._done or self._pg._terminate.is_set())
+        self._done_cond.wait_for(lambda: self._done or self in meetings.broken or self._pg._terminate.is_set())
     turns.take()
     if self._pg._terminate.is_set():
         sys.exit("another rank has failed")
+    if not self._done:
+        raise meetings.closed()
     return _ended
 
 

@@ -326,7 +326,7 @@ def test_workers_that_load_data_are_forks_that_do_not_mind(tmp_path: Path) -> No
 
 def test_a_child_that_lives_on_does_not_keep_a_connection_of_its_rank() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    neighbour = Neighbour("rank 1", 0, {"gather": ours})
+    neighbour = Neighbour(1, 0, {"gather": ours})
     del ours
     child = spawn_child(lambda: time.sleep(60))
     try:

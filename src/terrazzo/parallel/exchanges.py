@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.transfer import Moves, Transfer
-from terrazzo.engine.instrumentation.label import NOT_THE_SAME, Label, Purpose
+from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.instrumentation.places import NOT_THE_SAME
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.engine.runtime.device import HOST, current, kind_of_group
 from terrazzo.errors import RanksApart
@@ -107,8 +108,9 @@ class AxisRanks:
         if largest == ~smallest:
             return
         own, label = [*along.trail], replace(self._label or Label(), purpose=Purpose.ACTIVATIONS)
-        for rank, theirs in enumerate(along.gather_rows(torch.tensor(own, device=HOST)).tolist()):
-            label.check_trail(own, theirs, f"rank {rank} of its axis")
+        trails = along.gather_rows(torch.tensor(own, device=HOST)).tolist()
+        for rank, theirs in zip(along.links.ranks, trails, strict=True):
+            label.check_trail(own, theirs, rank)
         raise RanksApart(f"{NOT_THE_SAME} modules some time before {before}. {label.edit}")
 
     def _exchanged(self, moves: Moves[T]) -> Transfer[T]:

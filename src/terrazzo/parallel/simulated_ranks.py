@@ -6,14 +6,14 @@ Shapes are those of a run, and values mean nothing: the planner counts the memor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.host.gloo import NEAR_BLOCK_BYTES
+from terrazzo.engine.comm.links import Links
 from terrazzo.engine.comm.transfer import Handle, Moves
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.parallel.context.attention_masks import AttentionMask
@@ -77,24 +77,18 @@ def cut_simulated(
     return ranks
 
 
-class _SimulatedGroup:
-    """In the place of a process group."""
+class _NoLinks(Links):
+    """To ranks that there are not."""
 
     def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
+        self.axis, self.size, self.rank = "", size, rank
 
 
 class _SimulatedCollectives(Collectives):
     """Allocates what those of ranks on one CPU host do."""
 
     def __init__(self, size: int, rank: int) -> None:
-        super().__init__(cast(dist.ProcessGroup, _SimulatedGroup(size, rank)), Traffic(), Ledger())
+        super().__init__(_NoLinks(size, rank), Traffic(), Ledger())
 
     def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
         yield from ()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine.comm.backends import collectives_for
@@ -19,6 +19,7 @@ from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.engine.mesh.axes import Axes
 from tests.engine.toys import on_ranks
+from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 
 MANY = 5000  # numbers that fit in no row
@@ -42,18 +43,22 @@ PAIRS = [("two", "many"), ("many", "more"), ("two", "floats"), ("two", "rows"), 
 
 def what_comes_apart() -> list[str]:
     """What this rank hears of each pair of exchanges, of which the ranks do one each; run by each process."""
-    along, told = along_world(), []
+    told = []
     for pair in PAIRS:
+        along = collectives_for(dist.new_group(), torch.device("cpu"), Traffic(), Ledger())
         with pytest.raises(tz.RanksApart) as apart:
             ACTS[pair[dist.get_rank()]](along)
         told.append(str(apart.value))
-    assert along.maximum(torch.tensor([dist.get_rank()])).item() == 1, "connections are as good as before"
+        with pytest.raises(tz.RanksApart) as again:
+            along.maximum(torch.tensor([dist.get_rank()]))
+        assert str(again.value) == told[-1], "what comes next says why there is nothing to exchange by"
     return told
 
 
 def calls_that_come_apart() -> str:
     """What this rank hears as one makes an average, and the other ends a block of its own; run by each process."""
-    model, _ = tz.shard(nn.Linear(6, 6), torch.optim.SGD, "zero2")
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("dp_shard",))
+    model, _ = tz.shard(nn.Linear(6, 6), torch.optim.SGD, "zero2", mesh=mesh)
     try:
         if dist.get_rank() == 0:
             tz.EMA(model)
@@ -76,6 +81,33 @@ def test_whatever_ranks_have_come_to_both_hear_it(two_processes: Pool) -> None:
         assert "rank 0 at tz.EMA(model); rank 1 at the end of 'with tz.gathered(model, write=True)'." in said
 
 
+def elsewhere_along_other_axes() -> list[tuple[str, str]]:
+    """What a rank hears as one after the other clips where the others make an average; run by each process."""
+    told = []
+    for elsewhere in range(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        model, _ = tz.shard(nn.Linear(6, 6), torch.optim.SGD, "hybrid_shard", mesh=mesh)
+        model(torch.ones(2, 6)).sum().backward()
+        dist.barrier()
+        with pytest.raises(RuntimeError) as apart:
+            tz.clip_grad_norm_(model, 1.0) if dist.get_rank() == elsewhere else tz.EMA(model)
+        told.append((apart.type.__name__, str(apart.value)))
+        dist.barrier()
+    return told
+
+
+@pytest.mark.processes
+def test_ranks_apart_along_other_axes_of_a_mesh_all_hear_where_each_is() -> None:
+    """Also those that exchange with none who is elsewhere; none waits until its time is over."""
+    with Pool(4) as pool:
+        of_ranks = pool.run(elsewhere_along_other_axes, timeout_s=60.0)
+    for elsewhere, told in enumerate(zip(*of_ranks, strict=True)):
+        ((kind, said),) = {*told}
+        others = ", ".join(str(rank) for rank in range(4) if rank != elsewhere)
+        assert kind == "RanksApart" and f"rank {elsewhere} at the norm of all gradients" in said, said
+        assert f"ranks {others} at tz.EMA(model)" in said, said
+
+
 @pytest.mark.parametrize("elsewhere", [0, 3])
 def test_all_ranks_of_all_axes_hear_where_each_is(elsewhere: int) -> None:
     """Also those along whose axis nobody is elsewhere."""
@@ -83,9 +115,13 @@ def test_all_ranks_of_all_axes_hear_where_each_is(elsewhere: int) -> None:
     def body(rank: int) -> str:
         axes = Axes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")), Tally())
         label = Label(Purpose.NORM) if rank == elsewhere else calling("tz.EMA(model)")
-        with pytest.raises(tz.RanksApart) as apart, labelled(label):
-            (axes.total if rank == elsewhere else axes.broadcast)(torch.zeros(3), axes.data)
-        return str(apart.value)
+        try:
+            with labelled(label):
+                (axes.total if rank == elsewhere else axes.broadcast)(torch.zeros(3), axes.data)
+                axes.meet(axes.data)  # of ranks whom the values of the first have reached
+        except tz.RanksApart as apart:
+            return str(apart)
+        return ""
 
     (said,) = {*on_ranks(4, body)}
     others = ", ".join(str(rank) for rank in range(4) if rank != elsewhere)
@@ -125,5 +161,6 @@ def test_no_number_is_read_by_names_of_other_things() -> None:
 
 
 def test_errors_have_the_edits_of_both_places() -> None:
-    with pytest.raises(tz.RanksApart, match=r"same number of forwards.*asked for on every rank, in the same order"):
-        Label(Purpose.END_OF_FORWARD).check_trail([-1, Label(Purpose.FORWARD, 1).code], [-1, 0], "rank 1")
+    edits = r"same number of forwards.*asked for on every rank, in the same order"
+    with fake_group(2), pytest.raises(tz.RanksApart, match=edits):
+        Label(Purpose.END_OF_FORWARD).check_trail([-1, Label(Purpose.FORWARD, 1).code], [-1, 0], 1)

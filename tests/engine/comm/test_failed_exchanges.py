@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import terrazzo as tz
-from terrazzo.engine.comm.failed_exchanges import Exchange
+from terrazzo.engine.comm.failed_exchanges import Exchange, MeshGroups
 from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.runtime.private_torch import default_store
 from tests.helpers.processes import Pool
@@ -113,7 +113,9 @@ def test_a_rank_that_is_late_is_not_said_to_run_something_else(near: str) -> Non
 def failing(numbers: list[list[int]], first: list[int]) -> tuple[str, str]:
     """What a rank is told that has begun the gathers of these units, of which one fails; run by each process."""
     rank, group = dist.get_rank(), dist.new_group()
-    begun = {number: Exchange(group, Label(Purpose.BACKWARD, number), lambda: None) for number in (0, *numbers[rank])}
+    groups = MeshGroups()
+    groups.add(group)
+    begun = {number: Exchange(groups, group, Label(Purpose.BACKWARD, number)) for number in (0, *numbers[rank])}
     with begun[0].part(), begun[0].part(last=True):  # has ended
         pass
     dist.barrier()

@@ -51,7 +51,10 @@ class Ranks:
         return gather
 
     def find(self, timeout_s: float = 60.0) -> list[dict[int, Neighbour]]:
-        return in_threads(self._barrier, lambda rank: find_neighbours(rank, self.all_gather(rank), KINDS, timeout_s))
+        def of_rank(rank: int) -> dict[int, Neighbour]:
+            return find_neighbours(rank, range(self.count), self.all_gather(rank), KINDS, timeout_s)
+
+        return in_threads(self._barrier, of_rank)
 
 
 def everybody(count: int) -> list[set[int]]:

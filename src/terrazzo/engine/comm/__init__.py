@@ -17,7 +17,8 @@ Each exchange has a `Label` of `instrumentation`: two that do not belong togethe
     comm_streams      the CUDA streams that chains of collectives run on
     transfer          collectives in flight and chains of them; what is counted about them
     sums              sums whose order is promised
-    failed_exchanges  what is raised where one has failed: who has ended, or where each rank has waited
+    failed_exchanges  what is raised where one has failed: who has ended, or where each rank of the mesh is
+    links             the process groups of the ranks along one axis
     control_exchanges a few numbers of each rank, compared before they are used: agreements, norms, broadcasts
     collectives       tensors and messages: calls torch.distributed, and so NCCL; counts their bytes
     host              the ways that chunks take between CPU ranks

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.engine.comm.collectives import Collectives, NativeCollectives
+from terrazzo.engine.comm.failed_exchanges import MeshGroups
 from terrazzo.engine.comm.host.gloo import GlooCollectives
+from terrazzo.engine.comm.links import Links
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.process_groups import backends_by_device
@@ -25,9 +27,17 @@ BY_BACKEND: dict[str, type[Collectives]] = {
 
 
 def collectives_for(
-    group: dist.ProcessGroup, device: torch.device, traffic: Traffic, ledger: Ledger, axis: str = ""
+    group: dist.ProcessGroup,
+    device: torch.device,
+    traffic: Traffic,
+    ledger: Ledger,
+    axis: str = "",
+    mesh_groups: MeshGroups | None = None,
 ) -> Collectives:
     """The collectives of the backend that serves `device` in `group`, which is that of `axis`. Collective.
+
+    Args:
+        mesh_groups: of all axes of the mesh, one after the other; by default this group is alone.
 
     Raises:
         BadInput: for a backend whose order of sums this version does not know.
@@ -39,7 +49,8 @@ def collectives_for(
             f"this version knows {', '.join(BY_BACKEND)}. Initialise it with "
             'init_process_group("cpu:gloo,cuda:nccl").'
         )
-    return BY_BACKEND[backend](group, traffic, ledger, axis, _for_host(group))
+    links = Links(group, _for_host(group), axis, MeshGroups() if mesh_groups is None else mesh_groups)
+    return BY_BACKEND[backend](links, traffic, ledger)
 
 
 def _for_host(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.comm.control_exchanges import ControlExchanges, all_gather_single, carried
+from terrazzo.engine.comm.links import Links
 from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.transfer import Handle, Moves, converted, next_stream, outlives_chain
 from terrazzo.engine.instrumentation.label import moving
@@ -66,15 +67,8 @@ class Collectives(ControlExchanges, ABC):
     says_labels = True
     all_reduce_steps = 2
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        traffic: Traffic,
-        ledger: Ledger,
-        axis: str = "",
-        host_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(group, traffic, ledger, axis, host_group)
+    def __init__(self, links: Links, traffic: Traffic, ledger: Ledger) -> None:
+        super().__init__(links, traffic, ledger)
         self.trail, self.checksum = _new_trail(), 0
         self._routes: dict[tuple[str, bool], dist.ProcessGroup] = {}  # of messages, where their group has no tags
 
@@ -192,11 +186,10 @@ class NativeCollectives(Collectives):
         """NCCL knows no tags: of two ranks, each runs what it sends and receives in its own order, and waits for the
         other. So each route has a communicator to itself. They connect one after the other, while nobody needs them.
         """
-        ranks = dist.get_process_group_ranks(self.group)
         for route in routes:
             upward = route.kind, route.to > route.source
             if upward not in self._routes:
-                self._routes[upward] = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+                self._routes[upward] = dist.new_group(self.links.ranks, backend="nccl", use_local_synchronization=True)
         for route in routes:
             if self.rank in (route.source, route.to):
                 act = self.send if self.rank == route.source else self.receive

@@ -1,15 +1,13 @@
-"""What is raised where an exchange has failed: who has ended, or, where its time is over, where each rank has waited.
+"""What is raised where an exchange has failed: who has ended, or where each rank of the mesh is.
 
-Ranks that wait in exchanges of different kinds hear nothing of each other: one waits for all at the end of a pass, say,
-which is an all-reduce of gloo's, and the other in a gather. So whose time is over first leaves word in the store by
-which the process group was made, and breaks its connections off: what the others wait in fails at once, and they leave
-word as well. Before that nothing is written: steps cost no more.
-
-A rank that has seen in a message that another does something else leaves word of that, and breaks off, too: who waits
-for it in an exchange of all of them hears it at once.
+A rank sees in a message that another is at another place, or its time is over. Those that wait for it along other axes,
+or in exchanges of another kind, hear nothing of that. So it leaves word of where it is in the store by which the
+default group was made, and breaks off its connections along all axes. What the others wait in fails at once; they find
+its word, leave their own, and break off as well. So all raise the same, with the place of each, and nothing is
+exchanged on this mesh from then on. Before that nothing is written: steps cost no more.
 
 Several exchanges of a rank are under way at a time, in threads, and any may fail first. So its word names all of them.
-Ranks that run the same have one of these in common: that to which the last of them came late.
+Where time is over, ranks that run the same have waited in a group for what all of its ranks have come to, if late.
 """
 
 from __future__ import annotations
@@ -19,154 +17,225 @@ import itertools
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from terrazzo.engine.instrumentation.label import NOT_THE_SAME, Label, places_text
+from terrazzo.engine.comm.tags import NEVER_SENT
+from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.instrumentation.places import NOT_THE_SAME, Place, PlacesDiffer, edits_of, places_text
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.private_torch import default_store
 from terrazzo.engine.runtime.process_groups import timeout_s_of
 from terrazzo.errors import ConnectionLost, RanksApart, TimedOut, lost_a_rank, timed_out
 from terrazzo.messages import of_ranks
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "MeshGroups", "hang_up_gloo"]
 
 _WORD_S = 2.0
 """How long a rank looks for the words of others; half of the group's own time, where that is shorter."""
 
 _UNDER_WAY: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Label]] = weakref.WeakKeyDictionary()
-"""What this rank has begun to exchange in a group and not ended, in order; what has failed stays."""
+"""What this rank has begun to exchange in a group and not ended, by its number; what has failed stays."""
 _numbers = itertools.count()
 
 
+class MeshGroups:
+    """The process groups in which this rank exchanges along the axes of a mesh: what fails in one, fails in all."""
+
+    def __init__(self) -> None:
+        self._hang_ups: dict[dist.ProcessGroup, list[Callable[[], None]]] = {}
+
+    def add(self, group: dist.ProcessGroup, *hang_ups: Callable[[], None]) -> None:
+        """Take in a group, and what has its other ranks hear that nothing comes from here any more."""
+        self._hang_ups.setdefault(group, []).extend(hang_ups)
+
+    def __iter__(self) -> Iterator[dist.ProcessGroup]:
+        return iter(self._hang_ups)
+
+    def break_off(self) -> None:
+        """This rank exchanges nothing any more along any axis: others hear that at once, where a backend can."""
+        for hang_ups in self._hang_ups.values():
+            while hang_ups:
+                hang_ups.pop()()
+
+
+def hang_up_gloo(group: dist.ProcessGroup) -> None:
+    """Close the connections of a group of gloo's, which says so by a message that comes too late."""
+    for other in range(group.size()):  # from one that has ended it comes as an error, which nobody else is told of
+        if other != group.rank():
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1, device=HOST)], other, NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
 class Exchange:
-    """An exchange in which all ranks of a group meet, from when this rank begins it; parts may be in other threads.
+    """An exchange in which all ranks of a group meet, from when this rank begins it; parts may be in other threads."""
 
-    Args:
-        break_off: has the other ranks hear that nothing comes from here; called where they are asked for word.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, label: Label, break_off: Callable[[], None]) -> None:
-        self._group, self._label, self._break_off = group, label, break_off
+    def __init__(self, mesh_groups: MeshGroups, group: dist.ProcessGroup, label: Label) -> None:
+        self._mesh_groups, self._label = mesh_groups, label
         self._under_way, self._number = _UNDER_WAY.setdefault(group, {}), next(_numbers)
         self._under_way[self._number] = label
+        self._patience_s = min(_WORD_S, timeout_s_of(group, HOST) / 2)
 
     @contextlib.contextmanager
     def part(self, *, last: bool = False) -> Iterator[None]:
         """Inside, others are waited for. The exchange has ended after the `last` part.
 
         Raises:
-            RanksApart: where all ranks of the group have waited, and not for the same.
+            RanksApart: where ranks of the mesh are at different places.
             TimedOut: where time is over otherwise.
-            ConnectionLost: where another rank has ended or failed, and none has run out of time.
+            ConnectionLost: where another rank has ended or failed, and neither is known of any.
         """
         try:
             yield
         except BaseException as error:
             if (failed := self._explained(error)) is not None:
-                raise failed from error
+                raise failed from (None if isinstance(error, PlacesDiffer) else error)
             del self._under_way[self._number]
             raise
         if last:
             del self._under_way[self._number]
 
-    def _explained(self, error: BaseException) -> BaseException | None:
-        """What to raise where it has failed with `error`; None if that is of anything else, or says all."""
-        words = _Words(self._group)
-        places = [_Waited(str(label), label.edit) for label in [*self._under_way.values()]]
-        if isinstance(error, RanksApart):
-            words.leave(_Word(places, str(error)))
-            self._break_off()
+    def _explained(self, error: BaseException) -> RuntimeError | None:
+        """What to raise where it has failed with `error`; None if that is of anything else."""
+        if not (isinstance(error, PlacesDiffer) or timed_out(error) or lost_a_rank(error)):
             return None
-        if not (timed_out(error) or lost_a_rank(error)):
-            return None
-        if timed_out(error) or words.any():
-            words.leave(_Word(places))
-            self._break_off()
-            return _of_words(error, words.read(), words.ranks)
-        why = str(error) if isinstance(error, ConnectionLost) else _ENDED
-        return ConnectionLost(f"{why} Here it was the turn of {self._label}.")
+        words = _Words(self._mesh_groups)
+        if lost_a_rank(error) and not words.any():
+            why = str(error) if isinstance(error, ConnectionLost) else _ENDED
+            return ConnectionLost(f"{why} Here it was the turn of {self._label}.")
+        words.leave(error.places if isinstance(error, PlacesDiffer) else {})
+        self._mesh_groups.break_off()
+        words.read(self._patience_s)
+        return words.apart() or words.too_late(error)
 
 
-class _Waited(NamedTuple):
-    """Where a rank has waited, and what that asks for if the others are elsewhere."""
+@dataclass
+class _Word:
+    """What a rank leaves for the others.
 
-    name: str
-    edit: str
-
-
-class _Word(NamedTuple):
-    """What a rank leaves for the others: where it has waited, the oldest first; `apart`: it has seen that others do
-    something else, which is what its error says.
+    Attributes:
+        groups: ranks of each group of its mesh.
+        waited: what it has waited in, the oldest first: the group, and the place.
+        seen: places that it has seen, its own among them, where these differ.
     """
 
-    places: list[_Waited]
-    apart: str = ""
+    groups: dict[str, list[int]] = field(default_factory=dict)
+    waited: list[tuple[str, Place]] = field(default_factory=list)
+    seen: dict[int, Place] = field(default_factory=dict)
+
+    @classmethod
+    def of_json(cls, text: str | bytes) -> _Word:
+        told = json.loads(text)
+        waited = [(group, Place(*place)) for group, place in told["waited"]]
+        return cls(told["groups"], waited, {int(rank): Place(*place) for rank, place in told["seen"].items()})
+
+    def keys(self) -> dict[int, list[str]]:
+        """Where words of the ranks of its groups are, by rank: each in the groups that it is in as well."""
+        keys: dict[int, list[str]] = {}
+        for group, ranks in self.groups.items():
+            for rank in ranks:
+                keys.setdefault(rank, []).append(f"terrazzo/waited/{group}/{rank}")
+        return keys
+
+    def places_in(self, group: str) -> list[Place]:
+        """Where it has waited, of those in one group."""
+        return [place for waited_in, place in self.waited if waited_in == group]
 
 
-def _of_words(error: BaseException, words: Mapping[int, _Word], ranks: Sequence[int]) -> TimedOut | RanksApart:
-    """The error of ranks of which some have left word: one has seen that they are apart, or time is over."""
-    for rank, word in sorted(words.items()):
-        if word.apart:
-            return RanksApart(f"Rank {rank} has come apart from another. Its message: {word.apart}")
-    silent = [rank for rank in ranks if rank not in words]
-    own, *others = [word.places for word in words.values()]
-    shared = [place for place in own if all(place in places for places in others)]
-    waited = {rank: (shared or word.places)[0] for rank, word in sorted(words.items())}
-    where = places_text({rank: place.name for rank, place in waited.items()})
-    if not (silent or shared):
-        edits = " ".join(dict.fromkeys(place.edit for place in waited.values()))
-        return RanksApart(
-            f"{NOT_THE_SAME}, and have waited for each other until the time of their process group was over: {where}. "
-            f"{edits}"
-        )
-    why = str(error) if isinstance(error, TimedOut) else f"{_NOT_COME if timed_out(error) else _LATE} {_IF_SLOW}"
-    nowhere = f"; of {of_ranks(silent)} nothing is known" if silent else ""
-    return TimedOut(f"{why} Waiting: {where}{nowhere}.")
+class _Words:
+    """Where the ranks of a mesh are as one of them has failed: each leaves word once, in each of its groups.
+
+    A rank need not know the groups of all others: those whose words it reads name theirs. Where the store is gone, it
+    has its own word alone.
+    """
+
+    def __init__(self, groups: MeshGroups) -> None:
+        under_way = {str(group.group_name): [*_UNDER_WAY.get(group, {}).items()] for group in groups}
+        waited = sorted((number, name, label.place()) for name, each in under_way.items() for number, label in each)
+        ranks = {str(group.group_name): dist.get_process_group_ranks(group) for group in groups}
+        self._own = _Word(ranks, [(name, place) for _, name, place in waited])
+        self._words: dict[int, _Word] = {}
+
+    def any(self) -> bool:
+        """Whether one has."""
+        with contextlib.suppress(RuntimeError):
+            return any(default_store().check([key]) for keys in self._own.keys().values() for key in keys)
+        return False
+
+    def leave(self, seen: Mapping[int, Place]) -> None:
+        """This rank's. Its first word stays: later ones know less of what it had begun."""
+        rank, self._own.seen = dist.get_rank(), dict(seen)
+        self._words[rank] = self._own
+        text = json.dumps(asdict(self._own))
+        with contextlib.suppress(RuntimeError):
+            for key in self._own.keys()[rank]:
+                first = _Word.of_json(default_store().compare_set(key, "", text))
+                self._words[rank] = replace(first, seen=first.seen or self._own.seen)
+
+    def read(self, patience_s: float) -> None:
+        """Those of all ranks, as far as they come in time."""
+        until = time.monotonic() + patience_s
+        with contextlib.suppress(RuntimeError):
+            while (silent := self._silent()) and time.monotonic() < until:
+                for rank, keys in silent.items():
+                    if (key := next((key for key in keys if default_store().check([key])), None)) is not None:
+                        self._words[rank] = _Word.of_json(default_store().get(key))
+                time.sleep(0.01)
+
+    def _silent(self) -> dict[int, list[str]]:
+        """Where the words of ranks would be of which none has come."""
+        keys: dict[int, list[str]] = {}
+        for word in self._words.values():
+            for rank, of_rank in word.keys().items():
+                if rank not in self._words:
+                    keys.setdefault(rank, []).extend(of_rank)
+        return keys
+
+    def apart(self) -> RanksApart | None:
+        """The error of ranks of which one has seen that they are apart; None where none has."""
+        seen: dict[int, Place] = {}
+        for word in self._words.values():
+            seen |= word.seen
+        if not seen:
+            return None
+        places = {rank: word.waited[0][1] for rank, word in self._words.items() if word.waited} | seen
+        places |= {rank: word.seen[rank] for rank, word in self._words.items() if rank in word.seen}  # who knows best
+        return RanksApart(f"{NOT_THE_SAME}: {places_text(places)}{self._unknown(places)}. {edits_of(places)}")
+
+    def too_late(self, error: BaseException) -> RanksApart | TimedOut:
+        """The error of ranks whose time is over: they are apart where all have waited, in no group for the same."""
+        places = {rank: word.waited[0][1] for rank, word in self._words.items()}
+        shared = self._shared()
+        places |= shared
+        if not (shared or self._silent()):
+            return RanksApart(
+                f"{NOT_THE_SAME}, and have waited for each other until the time of their process group was over: "
+                f"{places_text(places)}. {edits_of(places)}"
+            )
+        why = str(error) if isinstance(error, TimedOut) else f"{_NOT_COME if timed_out(error) else _LATE} {_IF_SLOW}"
+        return TimedOut(f"{why} Waiting: {places_text(places)}{self._unknown(places)}.")
+
+    def _shared(self) -> dict[int, Place]:
+        """The places of ranks in groups all of whose ranks have come to the same."""
+        shared: dict[int, Place] = {}
+        groups = {group: ranks for word in self._words.values() for group, ranks in word.groups.items()}
+        for group, ranks in groups.items():
+            if all(rank in self._words for rank in ranks):
+                first, *others = [self._words[rank].places_in(group) for rank in ranks]
+                same = [place for place in first if all(place in each for each in others)]
+                shared |= dict.fromkeys(ranks, same[0]) if same and others else {}
+        return shared
+
+    def _unknown(self, places: Mapping[int, Place]) -> str:
+        silent = [rank for rank in self._silent() if rank not in places]
+        return f"; of {of_ranks(silent)} nothing is known" if silent else ""
 
 
 _ENDED = "Another rank has ended or failed: see what it has printed."
 _NOT_COME = "Other ranks have not come to an exchange in time: they may have ended, or run something else."
 _LATE = "Another rank has waited in vain, for this rank or for others, until the time of their process group was over."
 _IF_SLOW = "See what each has printed. Where one is only slow, give init_process_group a longer timeout."
-
-
-class _Words:
-    """What the ranks of a group had under way as one of them failed, as each has left word of it once; none where the
-    store is gone, but this rank's own.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.ranks = dist.get_process_group_ranks(group)
-        self._keys = {rank: f"terrazzo/waited/{group.group_name}/{rank}" for rank in self.ranks}
-        self._own = _Word([])
-        self._patience_s = min(_WORD_S, timeout_s_of(group, HOST) / 2)
-
-    def any(self) -> bool:
-        """Whether one has."""
-        with contextlib.suppress(RuntimeError):
-            return any(default_store().check([key]) for key in self._keys.values())
-        return False
-
-    def leave(self, word: _Word) -> None:
-        """This rank's. Its first word stays: later ones know less of what it had begun."""
-        self._own = word
-        with contextlib.suppress(RuntimeError):
-            default_store().compare_set(self._keys[dist.get_rank()], "", json.dumps(word))
-
-    def read(self) -> dict[int, _Word]:
-        """Of each rank whose word comes in time; no more are waited for where one says that they are apart."""
-        words: dict[int, _Word] = {}
-        until = time.monotonic() + self._patience_s
-        with contextlib.suppress(RuntimeError):
-            while len(words) < len(self.ranks) and time.monotonic() < until:
-                for rank in (rank for rank in self.ranks if rank not in words):
-                    if default_store().check([self._keys[rank]]):
-                        places, apart = json.loads(default_store().get(self._keys[rank]))
-                        words[rank] = _Word([_Waited(*each) for each in places], apart)
-                if any(word.apart for word in words.values()):
-                    break
-                time.sleep(0.02)
-        return {dist.get_rank(): self._own, **words}

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.instrumentation.label import NOT_THE_SAME, Label, labelled
+from terrazzo.engine.instrumentation.label import Label, labelled
+from terrazzo.engine.instrumentation.places import NOT_THE_SAME
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.device import HOST
@@ -140,5 +141,5 @@ def _name_difference(axes: Axes, progress: Progress, label: Label) -> NoReturn:
         trail = [*along.trail]
         numbers = torch.tensor([dist.get_rank(), *trail], device=HOST)
         for rank, *theirs in axes.rows(numbers, axes.within_stage).tolist():
-            label.check_trail(trail, theirs, f"rank {rank}")
+            label.check_trail(trail, theirs, rank)
     raise RanksApart(f"{NOT_THE_SAME} some time before {label}. {label.edit}")

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
+import torch.distributed as dist
+
+from terrazzo.engine.instrumentation.places import Place, PlacesDiffer, apart_text
 from terrazzo.errors import RanksApart
-from terrazzo.messages import of_ranks
 
 __all__ = [
-    "NOT_THE_SAME",
     "RUN_ALL_EXPERTS",
     "RUN_THE_SAME",
     "Label",
@@ -30,12 +31,9 @@ __all__ = [
     "measuring",
     "moves_a_unit",
     "moving",
-    "places_text",
     "title_of",
 ]
 
-NOT_THE_SAME = "The ranks have not run the same"
-"""How errors of ranks that have come apart begin."""
 RUN_THE_SAME = (
     "Every rank must run the same number of forwards, backwards and steps, with the same ones inside "
     "'with tz.accumulate(model)'; what their data lets them skip inside of the model may differ."
@@ -97,7 +95,6 @@ class Purpose(IntEnum):
     NORM = 19
     MEASURE = 20
     CHECKPOINT = 21
-    APART = 22
 
 
 @dataclass(frozen=True)
@@ -185,7 +182,6 @@ _ROWS = {
     Purpose.NORM: _Row("the norm of all gradients", _CALL_EVERYWHERE),
     Purpose.MEASURE: _Row("{what}", _MEASURE_THE_SAME, _MEASURES),
     Purpose.CHECKPOINT: _Row("a checkpoint", _CALL_EVERYWHERE),
-    Purpose.APART: _Row("another place than ranks along another axis of the mesh", RUN_THE_SAME),
 }
 
 
@@ -219,36 +215,31 @@ class Label:
         purpose, rest = Purpose(code % (1 << _PURPOSE_BITS)), code >> _PURPOSE_BITS
         return replace(self, purpose=purpose, unit=rest % (1 << _UNIT_BITS), number=rest >> _UNIT_BITS)
 
-    def check(self, code: int, who: str) -> None:
-        """Refuse the `code` of another rank that is not this one's.
-
-        Raises:
-            RanksApart: there; it names both.
-        """
-        if code != self.code:
-            other = self.of_code(code)
-            raise RanksApart(
-                f"{NOT_THE_SAME}: here it is the turn of {self}, and on {who} of {other}. {_edits_of([self, other])}"
-            )
-
-    def check_size(self, size_bytes: int, expected_bytes: int, who: str) -> None:
-        """Refuse what another rank offers in this exchange, where it is not as much as this rank expects.
-
-        Raises:
-            RanksApart: there.
-        """
-        if size_bytes != expected_bytes:
-            raise RanksApart(
-                f"{NOT_THE_SAME}: it is the turn of {self}, and {who} offers {size_bytes} bytes of it where this rank "
-                f"expects {expected_bytes}. {self.edit}"
-            )
-
     @property
     def edit(self) -> str:
         """What errors ask for where other ranks are elsewhere."""
         return _ROWS[self.purpose].edit
 
-    def check_trail(self, own: Iterable[int], theirs: Iterable[int], who: str) -> None:
+    def place(self, detail: str = "") -> Place:
+        """Where a rank is that comes to this exchange."""
+        return Place(str(self), self.edit, detail)
+
+    def check(self, size_bytes: int, rank: int, code: int, their_bytes: int) -> None:
+        """Refuse what another rank brings to this exchange, where it is not what this rank expects.
+
+        Args:
+            size_bytes: that this rank expects.
+            rank: the other.
+            code, their_bytes: that it says.
+
+        Raises:
+            PlacesDiffer: there.
+        """
+        if (code, their_bytes) != (self.code, size_bytes):
+            own, other = self.place(f"{size_bytes} bytes"), self.of_code(code).place(f"{their_bytes} bytes")
+            raise PlacesDiffer({dist.get_rank(): own, rank: other})
+
+    def check_trail(self, own: Iterable[int], theirs: Iterable[int], rank: int) -> None:
         """Refuse the first code of another rank's last exchanges that is not this one's; -1 stands for none.
 
         Raises:
@@ -256,7 +247,8 @@ class Label:
         """
         for mine, other in zip(own, theirs, strict=True):
             if mine != other and min(mine, other) >= 0:
-                self.of_code(mine).check(other, who)
+                places = {dist.get_rank(): self.of_code(mine).place(), rank: self.of_code(other).place()}
+                raise RanksApart(apart_text(places))
 
     def __str__(self) -> str:
         words, _, of = _ROWS[self.purpose]
@@ -273,19 +265,6 @@ def calling(call: str) -> Label:
 def measuring(expression: str) -> Label:
     """The label of exchanges of a measure of tensors, such as a norm, as a user writes it."""
     return Label(Purpose.MEASURE, _number_of(expression), names=Names(measure=expression))
-
-
-def _edits_of(labels: Iterable[Label]) -> str:
-    """What errors ask for of ranks that are at these places."""
-    return " ".join(dict.fromkeys(label.edit for label in labels))
-
-
-def places_text(places: Mapping[int, str]) -> str:
-    """Where ranks are, by rank: `"ranks 0, 2 at the end of forward 3; rank 1 at the end of forward 4"`."""
-    at: dict[str, list[int]] = {}
-    for rank in sorted(places):
-        at.setdefault(places[rank], []).append(rank)
-    return "; ".join(f"{of_ranks(ranks)} at {place}" for place, ranks in at.items())
 
 
 moving: ContextVar[Label] = ContextVar("moving", default=Label())  # noqa: B039 (it cannot change)

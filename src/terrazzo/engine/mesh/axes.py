@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo.engine.comm.backends import backend_of, collectives_for
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.comm_streams import comm_streams_of
-from terrazzo.engine.comm.control_exchanges import in_turn
+from terrazzo.engine.comm.failed_exchanges import MeshGroups
 from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.family import REPLICA_AXIS, STAGE_AXIS, Family, seeing_other_data, seeing_same_data
 from terrazzo.engine.mesh.meshes import expert_mesh, groups_of
@@ -37,10 +37,9 @@ class Axes:
     `dp_shard` and `cp` are one of them, under the name of the first: over both together states are split, and gradients
     summed.
 
-    Methods that span several ranks are told over which axes. Those that block raise `RanksApart` on every rank of them,
-    with the place of each, where these have come to something else over the same axes; those that have come to
-    something over other axes lose their connections, or wait until their time is over. These are the sets of all ranks
-    that:
+    Methods that span several ranks are told over which axes. Those that block raise `RanksApart` on every rank of the
+    mesh, with the place of each, where one has come to something else; nothing is exchanged from then on. These are the
+    sets of all ranks that:
 
         data            see other data, in this stage and replica
         same_data       see the same data, there
@@ -74,8 +73,9 @@ class Axes:
         if experts is not None:
             groups |= {axis: experts.get_group(axis) for axis in ("edp", "ep")}
         self.device = devices.current(mesh.device_type)
+        self._mesh_groups = MeshGroups()
         self._collectives: dict[str, Collectives] = {
-            axis: collectives_for(group, self.device, tally.traffic, tally.ledger, axis)
+            axis: collectives_for(group, self.device, tally.traffic, tally.ledger, axis, self._mesh_groups)
             for axis, group in groups.items()
         }
         backends = [backend_of(group, self.device) for group in groups.values()]
@@ -183,20 +183,26 @@ class Axes:
         Args:
             timeout_s: as for `Collectives.maximum`, along each axis.
         """
-        in_turn(self._live_links(axes), lambda along: along.take_maximum(values, timeout_s))
+        for along in self._live_links(axes):
+            along.maximum(values, timeout_s)
         return values
 
     def rows(self, values: Tensor, axes: Iterable[str]) -> Tensor:
         """The 1-D `values` of all ranks of the axes, as rows; blocks."""
-        rows = [values.unsqueeze(0)]
-        in_turn(self._live_links(axes), lambda along: rows.append(along.take_rows(rows[-1]).flatten(0, 1)))
-        return rows[-1]
+        rows = values.unsqueeze(0)
+        for along in self._live_links(axes):
+            rows = along.gather_rows(rows).flatten(0, 1)
+        return rows
 
     def total(self, value: Tensor, axes: Iterable[str], reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
         """`reduce` of the values of the ranks of `axes`, on rows in rank order: all ranks get equal bits; blocks."""
-        values = [value]
-        in_turn(self._live_links(axes), lambda along: values.append(reduce(along.take_rows(values[-1]), dim=0)))
-        return values[-1]
+        for along in self._live_links(axes):
+            value = reduce(along.gather_rows(value), dim=0)
+        return value
+
+    def break_off(self) -> None:
+        """This rank exchanges nothing any more: others that wait for it hear that at once, where a backend can."""
+        self._mesh_groups.break_off()
 
     def meet(self, axes: Iterable[str]) -> None:
         """Wait for all ranks of the axes, each about to do what its label says; `RanksApart` where that differs."""
@@ -224,14 +230,13 @@ class Axes:
             ]
         )
         highest, lowest = both = torch.stack([checksums, ~checksums])
-        in_turn(links, lambda along: along.take_maximum(both))
+        for along in links:
+            along.maximum(both)
         return [name for name, same in zip(facts, (highest == ~lowest).tolist(), strict=True) if not same]
 
     def broadcast(self, values: Tensor, axes: Iterable[str]) -> None:
         """Overwrite `values` with those of the first rank of the axes; blocks. They cross outer links once."""
         live, links = self.live(axes), self._live_links(axes)
-        if len(links) > 1:  # along each of which not all ranks are
-            self.meet(live)
         for position in reversed(range(len(live))):
             if self.is_first(live[:position]):
                 links[position].broadcast(values)

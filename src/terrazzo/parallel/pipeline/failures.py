@@ -88,21 +88,16 @@ class Failures:
         except RuntimeError as error:
             if problem is None:
                 raise self._reason_for(error) from error
-            self._break_off()
+            axes.break_off()
             raise problem from None
         if gathered[0] and patience_s is not None:
-            self._break_off()
+            axes.break_off()
         if problem is not None:
             raise problem
         if gathered[0]:
             raise self._first(WORD_S) or FailedElsewhere("Another rank has failed in this step: see what it says.")
         greatest: list[float] = gathered[1:].tolist()
         return greatest
-
-    def _break_off(self) -> None:
-        """Whoever waits for this rank is to hear that nothing comes."""
-        for axis in self._axes.live(self._axes.within_replica):
-            self._axes.along(axis).break_off()
 
     def _reason_for(self, error: Exception) -> Exception:
         """What this rank raises where `error` has been raised."""
@@ -116,7 +111,7 @@ class Failures:
                     f"has ended, and what it has printed. ({error})"
                 )
             self.leave(reason)
-        self._break_off()
+        self._axes.break_off()
         return reason
 
     @contextlib.contextmanager

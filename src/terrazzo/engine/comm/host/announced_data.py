@@ -67,13 +67,13 @@ class Announcement:
 
     Args:
         label, size_bytes: what this rank expects.
-        source: what errors call the rank.
+        source: the rank, among all.
 
     Attributes:
         message: to be received.
     """
 
-    def __init__(self, label: Label, size_bytes: int, source: str) -> None:
+    def __init__(self, label: Label, size_bytes: int, source: int) -> None:
         self._label, self._size_bytes, self._source = label, size_bytes, source
         self.message = torch.zeros(2, dtype=torch.int64, device=HOST)
 
@@ -81,8 +81,7 @@ class Announcement:
         """Refuse what has been announced, where it is not what this rank expects.
 
         Raises:
-            RanksApart: there.
+            PlacesDiffer: there.
         """
         code, size_bytes = self.message.tolist()
-        self._label.check(code, self._source)
-        self._label.check_size(size_bytes, self._size_bytes, self._source)
+        self._label.check(self._size_bytes, self._source, code, size_bytes)

@@ -38,11 +38,11 @@ class Columns:
     Args:
         rank: of this process in the group.
         rows: the ranks of each machine; equally many.
-        names: what errors call each rank.
+        ranks: which ones those of the group are among all.
     """
 
-    def __init__(self, rank: int, rows: Sequence[Sequence[int]], names: Sequence[str]) -> None:
-        self.rank, self.rows, self._names = rank, rows, names
+    def __init__(self, rank: int, rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+        self.rank, self.rows, self._ranks = rank, rows, ranks
         self.own_row = next(row for row in rows if rank in row)
         self.width = len(self.own_row)
         self._slots = min(ROUNDS, len(rows) - 1)
@@ -122,7 +122,7 @@ class Columns:
                 under_way.popleft().finish()
             ahead, back = self.rows[(self._index + turn) % count], self.rows[(self._index - turn) % count]
             source, target, into = back[self._column], ahead[self._column], incoming(back)
-            heard = Announcement(stamp.label, into.nbytes, self._names[source])
+            heard = Announcement(stamp.label, into.nbytes, self._ranks[source])
             announcement = group.recv([heard.message], source, stamp.first)
             coming = group.recv([into], source, stamp.then(into.nbytes))
             part = outgoing(turn, target)
@@ -160,7 +160,7 @@ def memories_of(near: Mapping[int, Neighbour], kind: str, tensor: Tensor, label:
 
 
 def columns_of(
-    rank: int, names: Sequence[str], near: Collection[int], all_gather: Callable[[Tensor], Tensor]
+    rank: int, ranks: Sequence[int], near: Collection[int], all_gather: Callable[[Tensor], Tensor]
 ) -> Columns | None:
     """The table of a group's ranks if it spans many machines, else None; collective.
 
@@ -168,18 +168,18 @@ def columns_of(
     own, and neighbours' memory is not read.
 
     Args:
-        names: what errors call each rank of the group.
+        ranks: which ones those of the group are among all.
         near: this rank's neighbours.
         all_gather: every rank's 1-D int64 tensor, as rows; blocks.
     """
     together = sorted([rank, *near])
     checksum = int.from_bytes(hashlib.sha256(repr(together).encode()).digest()[:7])
     rows_of_ranks = all_gather(torch.tensor([checksum, len(together)], device=HOST)).tolist()
-    size = len(names)
+    size = len(ranks)
     if size - min(count for _, count in rows_of_ranks) <= MANY_FAR:
         return None
     rows: dict[int, list[int]] = {}
     for other, (of_other, _) in enumerate(rows_of_ranks):
         rows.setdefault(of_other, []).append(other)
     regular = all(len(rows[of_other]) == count == len(together) for of_other, count in rows_of_ranks)
-    return Columns(rank, list(rows.values()) if regular else [[other] for other in range(size)], names)
+    return Columns(rank, list(rows.values()) if regular else [[other] for other in range(size)], ranks)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.comm.collectives import Collectives
@@ -19,8 +16,8 @@ from terrazzo.engine.comm.failed_exchanges import Exchange
 from terrazzo.engine.comm.host.announced_data import Announcement, Stamp, announced_as
 from terrazzo.engine.comm.host.columns import Columns, columns_of
 from terrazzo.engine.comm.host.neighbours import Memory, Neighbour, find_neighbours
+from terrazzo.engine.comm.links import Links
 from terrazzo.engine.comm.sums import add_in_order, divide
-from terrazzo.engine.comm.tags import NEVER_SENT
 from terrazzo.engine.comm.transfer import Handle, Moves
 from terrazzo.engine.instrumentation.label import Purpose, moving
 from terrazzo.engine.instrumentation.times import Moments, Times
@@ -52,38 +49,27 @@ class GlooCollectives(Collectives):
     reads and sums while the rank computes.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        traffic: Traffic,
-        ledger: Ledger,
-        axis: str = "",
-        host_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(group, traffic, ledger, axis, host_group)
+    def __init__(self, links: Links, traffic: Traffic, ledger: Ledger) -> None:
+        super().__init__(links, traffic, ledger)
         kinds = ("gather", "reduce") if self.size > 1 else ()
-        self._names = [_name_of(rank, job) for rank, job in enumerate(dist.get_process_group_ranks(group))]
         self._near: dict[int, Neighbour] = {}
         self._columns: Columns | None = None
-        self._break_off = functools.partial(_break_off, self._near, group)  # which must not hold what owns the threads
+        links.mesh_groups.add(links.group, functools.partial(_hang_up, self._near))
         if kinds:
             self._find_ways(kinds)
         self._far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._near]
-        self._workers = {kind: Worker(f"terrazzo-{kind}", break_off=self._break_off) for kind in kinds}
+        break_off = links.mesh_groups.break_off  # which does not hold what owns the threads
+        self._workers = {kind: Worker(f"terrazzo-{kind}", break_off=break_off) for kind in kinds}
         self._counts = dict.fromkeys(kinds, 0)
-        self._model = _models[group.group_name] = _models[group.group_name] + 1
+        self._model = _models[links.group.group_name] = _models[links.group.group_name] + 1
 
     def _find_ways(self, kinds: Sequence[str]) -> None:
         """Find out which ranks are neighbours, and whether exchanges go by columns."""
-        self._near.update(
-            find_neighbours(self.rank, self.gather_rows, kinds, timeout_s_of(self.group, HOST), self._names)
-        )
-        self._columns = columns_of(self.rank, self._names, self._near, self.gather_rows)
+        ranks, timeout_s = self.links.ranks, timeout_s_of(self.group, HOST)
+        self._near.update(find_neighbours(self.rank, ranks, self.gather_rows, kinds, timeout_s))
+        self._columns = columns_of(self.rank, ranks, self._near, self.gather_rows)
         if self._columns is not None and self._columns.width == 1:
             self._near.clear()
-
-    def break_off(self) -> None:
-        self._break_off()
 
     def _standing_still(self) -> Iterable[str]:
         for neighbour in self._near.values():
@@ -93,7 +79,7 @@ class GlooCollectives(Collectives):
     def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
         chunks, times, turn = self._chunks(full), self.traffic.times_of(self.axis, kind), _turn_of(kind)
         if (columns := self._columns) is not None:
-            begun, stamp = self._begun(), self._stamp(turn)
+            begun, stamp = self.links.begin(), self._stamp(turn)
             go = functools.partial(columns.gather, self.group, stamp, self._near, full, turn)
             yield self._in_thread(turn, begun, lambda _: go(), [full], times)
             return full
@@ -145,7 +131,7 @@ class GlooCollectives(Collectives):
             if columns is None:
                 yield self._exchange("reduce", chunks, space, add, times)
             else:
-                begun, stamp = self._begun(), self._stamp("reduce")
+                begun, stamp = self.links.begin(), self._stamp("reduce")
                 go = functools.partial(columns.reduce, self.group, stamp, self._near, full, add)
                 yield self._in_thread("reduce", begun, lambda _: go(), [full, *space], times)
         return total
@@ -174,9 +160,9 @@ class GlooCollectives(Collectives):
             space: where chunks from other machines arrive; this rank's own entry is its own chunk.
             sizes: bytes that each rank offers; by default as many as this one keeps.
         """
-        begun, stamp, group, far = self._begun(), self._stamp(kind), self.group, self._far
+        begun, stamp, group, far = self.links.begin(), self._stamp(kind), self.group, self._far
         label, first, then = stamp.label, stamp.first, stamp.then
-        heard = {rank: Announcement(label, space[rank].nbytes, self._names[rank]) for rank in far}
+        heard = {rank: Announcement(label, space[rank].nbytes, self.links.ranks[rank]) for rank in far}
         with begun.part():
             announcements = {rank: group.recv([heard[rank].message], rank, first) for rank in far}
             coming = [group.recv([space[rank]], rank, then(space[rank].nbytes)) for rank in far]
@@ -223,8 +209,7 @@ class GlooCollectives(Collectives):
                 with begun.part(last=True):
                     exchange(moments)
             except BaseException:
-                for neighbour in self._near.values():
-                    neighbour.hang_up()
+                _hang_up(self._near)
                 raise
             moments.done = time.perf_counter()
             times.recorder.done(times.track, ordinal, start, moments.ready)
@@ -248,15 +233,6 @@ def _turn_of(kind: str) -> Literal["gather", "reduce"]:
     return "reduce" if kind == "reduce_scatter" or moving.get().purpose is Purpose.UPDATED else "gather"
 
 
-def _name_of(rank: int, of_job: int) -> str:
-    return f"rank {of_job}" if rank == of_job else f"rank {of_job} ({rank} of its group)"
-
-
-def _break_off(near: Mapping[int, Neighbour], group: dist.ProcessGroup) -> None:
-    """Nothing is waited for any more, as where this process exits. gloo says so by a message that comes too late."""
+def _hang_up(near: Mapping[int, Neighbour]) -> None:
     for neighbour in near.values():
         neighbour.hang_up()
-    for other in range(group.size()):  # from one that has ended it comes as an error, which nobody else is told of
-        if other != group.rank():
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1, device=HOST)], other, NEVER_SENT).wait(timedelta(milliseconds=1))

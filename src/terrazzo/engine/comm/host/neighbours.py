@@ -23,12 +23,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.comm.host.rendezvous import Address, Listener, Met, connect
-from terrazzo.engine.instrumentation.label import NOT_THE_SAME, Label
+from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.instrumentation.places import Place, PlacesDiffer
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.errors import ConnectionLost, RanksApart, TimedOut
+from terrazzo.errors import ConnectionLost, TimedOut
 from terrazzo.processes.ending import Ending, leaves_to_parent
 from terrazzo.processes.system import boot_id, is_stopped
 
@@ -122,12 +124,15 @@ class Neighbour:
 
     In an exchange each of the two sends the address of what it offers, reads what the other one offers, and says so.
 
+    Args:
+        rank: which one it is among all.
+
     Attributes:
         name: what errors call it, such as `rank 3`.
     """
 
-    def __init__(self, name: str, pid: int, lines: Mapping[str, socket.socket]) -> None:
-        self.name, self.pid, self._lines = name, pid, lines
+    def __init__(self, rank: int, pid: int, lines: Mapping[str, socket.socket]) -> None:
+        self._rank, self.name, self.pid, self._lines = rank, f"rank {rank}", pid, lines
         _permission.hold()
         self._ending = Ending(self, functools.partial(_take_leave, list(lines.values()), _permission))
         leaves_to_parent(self)
@@ -144,11 +149,10 @@ class Neighbour:
         """The memory that it offers; waits for it.
 
         Raises:
-            RanksApart: if that is not what this rank expects.
+            PlacesDiffer: if that is not what this rank expects.
         """
         code, offered_bytes, address = _OFFER.unpack(self._receive(kind, _OFFER.size))
-        label.check(code, self.name)
-        label.check_size(offered_bytes, size_bytes, self.name)
+        label.check(size_bytes, self._rank, code, offered_bytes)
         return Memory(self.pid, address, self.name)
 
     def say_taken(self, kind: str) -> None:
@@ -158,9 +162,7 @@ class Neighbour:
     def await_taken(self, kind: str, label: Label) -> None:
         """Wait until it has read what was offered to it."""
         if self._receive(kind, len(_TAKEN)) != _TAKEN:
-            raise RanksApart(
-                f"{NOT_THE_SAME}: here it is the turn of {label}, and {self.name} has gone on. {label.edit}"
-            )
+            raise PlacesDiffer({dist.get_rank(): label.place(), self._rank: Place("what comes next", label.edit)})
 
     def hang_up(self) -> None:
         """Something has failed here: whatever it waits for will not come, and nothing further may be exchanged."""
@@ -224,10 +226,10 @@ _OFFER, _TAKEN = struct.Struct("<QQQ"), b"taken"
 
 def find_neighbours(
     rank: int,
+    ranks: Sequence[int],
     all_gather: Callable[[Tensor], Tensor],
     kinds: Sequence[str],
     timeout_s: float,
-    names: Sequence[str] | None = None,
 ) -> dict[int, Neighbour]:
     """Ranks of a group that can read this one's memory and whose memory it can read; collective.
 
@@ -236,10 +238,10 @@ def find_neighbours(
 
     Args:
         rank: of this process in the group.
+        ranks: which ones those of the group are among all.
         all_gather: every rank's 1-D int64 tensor, as rows; blocks.
         kinds: of exchanges that may go on at the same time.
         timeout_s: longest wait for a message. Getting connected may take a quarter of it, and half a minute at most.
-        names: what errors call each rank; "rank 0" and so on by default.
     """
     machine = _machine()
     listener = _listen() if machine else None
@@ -264,7 +266,7 @@ def find_neighbours(
                 continue
             for line in there.lines.values():
                 line.settimeout(timeout_s)
-            neighbours[other] = Neighbour(names[other] if names else f"rank {other}", there.pid, there.lines)
+            neighbours[other] = Neighbour(ranks[other], there.pid, there.lines)
         return neighbours
 
 

@@ -1,0 +1,63 @@
+"""Where each rank is in what all of them run, as errors say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from terrazzo.errors import RanksApart
+from terrazzo.messages import of_ranks
+
+__all__ = ["NOT_THE_SAME", "Place", "PlacesDiffer", "apart_text", "edits_of", "places_text"]
+
+NOT_THE_SAME = "The ranks have not run the same"
+"""How errors of ranks that have come apart begin."""
+
+
+class Place(NamedTuple):
+    """An exchange that a rank is at.
+
+    Attributes:
+        name: what is exchanged.
+        edit: what errors ask for where others are elsewhere.
+        detail: how much, for ranks that differ in that alone.
+    """
+
+    name: str
+    edit: str
+    detail: str = ""
+
+
+class PlacesDiffer(RanksApart):
+    """Ranks have met in an exchange, and are at different places.
+
+    Args:
+        places: by rank, as far as this one has seen.
+    """
+
+    def __init__(self, places: Mapping[int, Place]) -> None:
+        super().__init__(places)
+        self.places = places
+
+    def __str__(self) -> str:
+        return apart_text(self.places)
+
+
+def apart_text(places: Mapping[int, Place]) -> str:
+    """The message of ranks that are at different places."""
+    return f"{NOT_THE_SAME}: {places_text(places)}. {edits_of(places)}"
+
+
+def places_text(places: Mapping[int, Place]) -> str:
+    """Where ranks are, by rank: `"ranks 0, 2 at the end of forward 3; rank 1 at the end of forward 4"`."""
+    only_details_differ = len({place.name for place in places.values()}) == 1 < len({*places.values()})
+    at: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        text = f"{place.name} ({place.detail})" if only_details_differ and place.detail else place.name
+        at.setdefault(text, []).append(rank)
+    return "; ".join(f"{of_ranks(ranks)} at {text}" for text, ranks in at.items())
+
+
+def edits_of(places: Mapping[int, Place]) -> str:
+    """What errors ask for of ranks that are at these places."""
+    return " ".join(dict.fromkeys(place.edit for _, place in sorted(places.items())))
