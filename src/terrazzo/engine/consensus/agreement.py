@@ -18,7 +18,7 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.consensus.number_rows import number_rows
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, meet, words_numel
-from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.instrumentation.label import Label, labelled
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.progress.training_progress import Progress
@@ -54,12 +54,17 @@ class Agreement:
         shared = (*SHARES_MATRICES.all_in(model), *SHARES_SEQUENCES.all_in(model))
         self._activations: Sequence[_ActivationRanks] = [*dict.fromkeys(shared)]
 
-    def agree_on_order(self) -> None:
-        """Compare what the ranks ran, and make it the program; see `Order`."""
+    def agree_on_order(self, label: Label) -> None:
+        """Compare what the ranks ran, and make it the program; see `Order`.
+
+        Args:
+            label: of the end of the forward.
+        """
         program, axes = self._schedule.program, self._axes
         numbers = _encoded(program.visits, program.recomputed)
-        alike = not axes.differing({"program": numbers}, axes.within_stage)
-        rows = [numbers] if alike else number_rows(axes, numbers, axes.within_stage)
+        with labelled(label):
+            alike = not axes.differing({"program": numbers}, axes.within_stage)
+            rows = [numbers] if alike else number_rows(axes, numbers, axes.within_stage)
         ranks = [_decoded(row) for row in rows]
         for _, recomputed in ranks:
             program.join(recomputed)

@@ -156,7 +156,7 @@ class ForwardHooks:
         self._exchanges.before_end(forward.end_label)
         schedule.end_forward()
         if training and not schedule.order.agreed:
-            self._agreement.agree_on_order()
+            self._agreement.agree_on_order(forward.end_label)
             self._warn_of_order()
         return self._passes.of_output(output) if schedule.ends_model else output
 

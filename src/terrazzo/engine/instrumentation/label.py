@@ -7,13 +7,14 @@ those have no room for it (NCCL) in a checksum that ranks compare when they meet
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -31,6 +32,7 @@ __all__ = [
     "measuring",
     "moves_a_unit",
     "moving",
+    "of_all_ranks",
     "title_of",
 ]
 
@@ -62,12 +64,22 @@ _CALLS = (
     "optimizer.state_dict()",
     "optimizer.load_state_dict(state)",
     "tz.shard(model, optimizer)",
+    "tz.attach(model, optimizer)",
+    "tz.parallelize(model, mesh)",
+    "tz.step(model, micro_batches, loss_fn)",
+    "optimizer.step()",
     "tz.EMA(model)",
+    "ema.swapped()",
+    "the end of 'with ema.swapped()'",
+    "tz.save_pretrained(model, folder)",
+    "tz.checkpoint.load_weights(model, source)",
+    "tz.checkpoint.check_replicas(model)",
     "the end of 'with tz.gathered(model, write=True)'",
     "the end of 'with tz.gathered(model, write=\"first rank\")'",
 )
 """Calls to be made on every rank. The first four have names under which plain PyTorch lets one rank alone call."""
 _PURPOSE_BITS, _UNIT_BITS = 5, 24
+P, T = ParamSpec("P"), TypeVar("T")
 
 
 class Purpose(IntEnum):
@@ -279,3 +291,18 @@ def labelled(label: Label) -> Iterator[None]:
         yield
     finally:
         moving.reset(before)
+
+
+def of_all_ranks(call: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """What a function exchanges, and does not name otherwise, is of that one of `_CALLS`."""
+    label = calling(call)
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def of_all(*args: P.args, **kwargs: P.kwargs) -> T:
+            with labelled(label):
+                return function(*args, **kwargs)
+
+        return of_all
+
+    return decorate

@@ -95,14 +95,16 @@ class EMA:
                 `tz.gathered` with `write`, and saving more than weights raise it, too.
         """
         self._engine.requires.at_rest("ema.swapped()", reads="weights")
-        self._average.compare(self._engine.axes)
+        with labelled(calling("ema.swapped()")):
+            self._average.compare(self._engine.axes)
         self._swap()
         written: list[str] = []
         try:
             yield
         finally:
             written = self._swap()
-        all_or_none(self._engine.axes, functools.partial(_refuse_written, written))
+        with labelled(calling("the end of 'with ema.swapped()'")):
+            all_or_none(self._engine.axes, functools.partial(_refuse_written, written))
 
     def _swap(self) -> list[str]:
         """Exchange average and weights; returns what has been written into whole ones since this was last called."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.resting.counted_once import sums_over
-from terrazzo.engine.instrumentation.label import Label, Purpose, labelled
+from terrazzo.engine.instrumentation.label import Label, Purpose, calling, labelled
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import Diverged
@@ -102,7 +102,8 @@ def overflowed(buckets: Iterable[Bucket], sharding: ShardingSpec) -> bool:
     axes, known = sharding.axes, (bucket.gradient.finished.is_finite() for bucket in buckets)
     finite = [each for each in known if each is not None]
     every = _stacked(finite, axes.device).all() if finite else torch.ones((), dtype=torch.bool, device=axes.device)
-    return bool(axes.maximum(every.logical_not().long().view(1), axes.within_replica).item())
+    with labelled(calling("optimizer.step()")):
+        return bool(axes.maximum(every.logical_not().long().view(1), axes.within_replica).item())
 
 
 def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine import accumulate, engine_of, stages_of
+from terrazzo.engine.instrumentation.label import of_all_ranks
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.micro_batches import Auxiliary, LossFunction, MicroBatch, called, one_loss
 from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
@@ -19,6 +20,7 @@ from terrazzo.parallel.pipeline.step_arguments import StepArguments, compare_cou
 __all__ = ["step"]
 
 
+@of_all_ranks("tz.step(model, micro_batches, loss_fn)")
 def step(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
