@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import whole_weights
-from terrazzo.engine.consensus.joint_checks import all_or_none
+from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
 from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.sharding import compared_facts
@@ -135,3 +136,15 @@ def test_names_in_another_order_on_one_rank_are_refused_before_anything_is_gathe
 
     first, second = on_ranks(2, body)
     assert first == second
+
+
+def test_names_of_any_script_are_told_of() -> None:
+    """Of which one character takes many bytes of what ranks tell each other, and other ranks' take fewer."""
+    name = "𝄞" * 250
+
+    def body(rank: int) -> None:
+        axes = Axes(init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)), Tally())
+        with pytest.raises(tz.BadInput, match=r"𝄞\.\.\. \('a' on rank 0; 'aaaa' on rank 1\)"):
+            check_alike(axes, {name: "aaaa" if rank else "a"}, axes.data)
+
+    on_ranks(2, body)

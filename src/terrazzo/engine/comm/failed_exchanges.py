@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from terrazzo.engine.comm.tags import NEVER_SENT
 from terrazzo.engine.instrumentation.label import Label
-from terrazzo.engine.instrumentation.places import NOT_THE_SAME, Place, PlacesDiffer, edits_of, places_text
+from terrazzo.engine.instrumentation.places import NOT_THE_SAME, PlacesDiffer, RankPlace, edits_of, places_text
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.private_torch import default_store
 from terrazzo.engine.runtime.process_groups import timeout_s_of
@@ -124,14 +124,14 @@ class _Word:
     """
 
     groups: dict[str, list[int]] = field(default_factory=dict)
-    waited: list[tuple[str, Place]] = field(default_factory=list)
-    seen: dict[int, Place] = field(default_factory=dict)
+    waited: list[tuple[str, RankPlace]] = field(default_factory=list)
+    seen: dict[int, RankPlace] = field(default_factory=dict)
 
     @classmethod
     def of_json(cls, text: str | bytes) -> _Word:
         told = json.loads(text)
-        waited = [(group, Place(*place)) for group, place in told["waited"]]
-        return cls(told["groups"], waited, {int(rank): Place(*place) for rank, place in told["seen"].items()})
+        waited = [(group, RankPlace(*place)) for group, place in told["waited"]]
+        return cls(told["groups"], waited, {int(rank): RankPlace(*place) for rank, place in told["seen"].items()})
 
     def keys(self) -> dict[int, list[str]]:
         """Where words of the ranks of its groups are, by rank: each in the groups that it is in as well."""
@@ -141,7 +141,7 @@ class _Word:
                 keys.setdefault(rank, []).append(f"terrazzo/waited/{group}/{rank}")
         return keys
 
-    def places_in(self, group: str) -> list[Place]:
+    def places_in(self, group: str) -> list[RankPlace]:
         """Where it has waited, of those in one group."""
         return [place for waited_in, place in self.waited if waited_in == group]
 
@@ -166,7 +166,7 @@ class _Words:
             return any(default_store().check([key]) for keys in self._own.keys().values() for key in keys)
         return False
 
-    def leave(self, seen: Mapping[int, Place]) -> None:
+    def leave(self, seen: Mapping[int, RankPlace]) -> None:
         """This rank's. Its first word stays: later ones know less of what it had begun."""
         rank, self._own.seen = dist.get_rank(), dict(seen)
         self._words[rank] = self._own
@@ -197,7 +197,7 @@ class _Words:
 
     def apart(self) -> RanksApart | None:
         """The error of ranks of which one has seen that they are apart; None where none has."""
-        seen: dict[int, Place] = {}
+        seen: dict[int, RankPlace] = {}
         for word in self._words.values():
             seen |= word.seen
         if not seen:
@@ -219,9 +219,9 @@ class _Words:
         why = str(error) if isinstance(error, TimedOut) else f"{_NOT_COME if timed_out(error) else _LATE} {_IF_SLOW}"
         return TimedOut(f"{why} Waiting: {places_text(places)}{self._unknown(places)}.")
 
-    def _shared(self) -> dict[int, Place]:
+    def _shared(self) -> dict[int, RankPlace]:
         """The places of ranks in groups all of whose ranks have come to the same."""
-        shared: dict[int, Place] = {}
+        shared: dict[int, RankPlace] = {}
         groups = {group: ranks for word in self._words.values() for group, ranks in word.groups.items()}
         for group, ranks in groups.items():
             if all(rank in self._words for rank in ranks):
@@ -230,7 +230,7 @@ class _Words:
                 shared |= dict.fromkeys(ranks, same[0]) if same and others else {}
         return shared
 
-    def _unknown(self, places: Mapping[int, Place]) -> str:
+    def _unknown(self, places: Mapping[int, RankPlace]) -> str:
         silent = [rank for rank in self._silent() if rank not in places]
         return f"; of {of_ranks(silent)} nothing is known" if silent else ""
 

@@ -6,20 +6,16 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.consensus.number_rows import number_rows
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.runtime.device import HOST
 from terrazzo.messages import listed, of_ranks, shortened
 
 __all__ = ["first_difference"]
 
 _PATH_LENGTH, _VALUE_LENGTH = 200, 80
-_TEXT_BYTES = 2048
-"""Of a path and a value as JSON, in which a character may take six."""
 
 
 def first_difference(axes: Axes, facts: Mapping[str, object], along: Iterable[str]) -> str:
@@ -41,9 +37,8 @@ def first_difference(axes: Axes, facts: Mapping[str, object], along: Iterable[st
 
 def _told(axes: Axes, path: str, value: str, along: Iterable[str]) -> str:
     """`"train.steps (5 on rank 0; 6 on ranks 1, 2)"`, where `path` is empty on ranks that have no such value."""
-    text = json.dumps([dist.get_rank(), shortened(path, _PATH_LENGTH), shortened(value, _VALUE_LENGTH)]).encode()
-    own = torch.tensor([*text, *[0] * (_TEXT_BYTES - len(text))], dtype=torch.int64, device=HOST)
-    told = sorted(json.loads(bytes(row).rstrip(b"\0")) for row in axes.rows(own, along).tolist())
+    own = json.dumps([dist.get_rank(), shortened(path, _PATH_LENGTH), shortened(value, _VALUE_LENGTH)]).encode()
+    told = sorted(json.loads(bytes(row)) for row in number_rows(axes, own, along))
     holders: dict[str, list[int]] = {}
     for rank, _, each in told:
         holders.setdefault(each, []).append(rank)

@@ -18,7 +18,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from terrazzo.engine.instrumentation.places import Place, PlacesDiffer, apart_text
+from terrazzo.engine.instrumentation.places import PlacesDiffer, RankPlace, apart_text
 from terrazzo.errors import RanksApart
 
 __all__ = [
@@ -78,8 +78,9 @@ _CALLS = (
     "the end of 'with tz.gathered(model, write=\"first rank\")'",
 )
 """Calls to be made on every rank. The first four have names under which plain PyTorch lets one rank alone call."""
-_PURPOSE_BITS, _UNIT_BITS = 5, 24
-P, T = ParamSpec("P"), TypeVar("T")
+_PURPOSE_BITS, _INDEX_BITS = 5, 24
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Purpose(IntEnum):
@@ -132,7 +133,7 @@ def title_of(name: str) -> str:
 
 
 class _Things(NamedTuple):
-    """What the `unit` of a label is the number of: the names that are known, how one is said, and a number alone."""
+    """What the `index` of a label is the number of: the names that are known, how one is said, and a number alone."""
 
     known: Callable[[Names], Mapping[int, str]]
     said: Callable[[str], str]
@@ -140,7 +141,7 @@ class _Things(NamedTuple):
 
 
 def _number_of(expression: str) -> int:
-    return zlib.crc32(expression.encode()) >> (32 - _UNIT_BITS)
+    return zlib.crc32(expression.encode()) >> (32 - _INDEX_BITS)
 
 
 _UNITS = _Things(lambda names: dict(enumerate(names.units)), title_of, "unit {}")
@@ -156,7 +157,7 @@ class _Row(NamedTuple):
     Attributes:
         words: for an exchange, with `{what}` it moves and the `{number}` of its pass.
         edit: what errors ask for where others are elsewhere.
-        of: what the label's `unit` is the number of; None: of nothing.
+        of: what the label's `index` is the number of; None: of nothing.
     """
 
     words: str
@@ -207,34 +208,34 @@ class Label:
     """One exchange.
 
     Attributes:
-        unit: the number of what is moved, where it is of one unit, module, call or measure.
+        index: the number of what is moved, where it is of one unit, module, call or measure.
         number: of the pass that it belongs to, or of the exchange of activations, counted on each rank from the start.
         names: by which this label is read, and those of other ranks.
     """
 
     purpose: Purpose = Purpose.AGREEMENT
-    unit: int = 0
+    index: int = 0
     number: int = 0
     names: Names = Names()
 
     @property
     def code(self) -> int:
         """The label in 63 bits, equal on ranks that move the same."""
-        return self.purpose | self.unit << _PURPOSE_BITS | self.number << (_PURPOSE_BITS + _UNIT_BITS)
+        return self.purpose | self.index << _PURPOSE_BITS | self.number << (_PURPOSE_BITS + _INDEX_BITS)
 
     def of_code(self, code: int) -> Label:
         """Another rank's label, with the names that this one knows."""
         purpose, rest = Purpose(code % (1 << _PURPOSE_BITS)), code >> _PURPOSE_BITS
-        return replace(self, purpose=purpose, unit=rest % (1 << _UNIT_BITS), number=rest >> _UNIT_BITS)
+        return replace(self, purpose=purpose, index=rest % (1 << _INDEX_BITS), number=rest >> _INDEX_BITS)
 
     @property
     def edit(self) -> str:
         """What errors ask for where other ranks are elsewhere."""
         return _ROWS[self.purpose].edit
 
-    def place(self, detail: str = "") -> Place:
+    def place(self, detail: str = "") -> RankPlace:
         """Where a rank is that comes to this exchange."""
-        return Place(str(self), self.edit, detail)
+        return RankPlace(str(self), self.edit, detail)
 
     def check(self, size_bytes: int, rank: int, code: int, their_bytes: int) -> None:
         """Refuse what another rank brings to this exchange, where it is not what this rank expects.
@@ -264,8 +265,8 @@ class Label:
 
     def __str__(self) -> str:
         words, _, of = _ROWS[self.purpose]
-        name = None if of is None else of.known(self.names).get(self.unit)
-        what = "" if of is None else of.unknown.format(self.unit) if name is None else of.said(name)
+        name = None if of is None else of.known(self.names).get(self.index)
+        what = "" if of is None else of.unknown.format(self.index) if name is None else of.said(name)
         return words.format(what=what, number=self.number)
 
 

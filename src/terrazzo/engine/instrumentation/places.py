@@ -8,13 +8,13 @@ from typing import NamedTuple
 from terrazzo.errors import RanksApart
 from terrazzo.messages import of_ranks
 
-__all__ = ["NOT_THE_SAME", "Place", "PlacesDiffer", "apart_text", "edits_of", "places_text"]
+__all__ = ["NOT_THE_SAME", "PlacesDiffer", "RankPlace", "apart_text", "edits_of", "places_text"]
 
 NOT_THE_SAME = "The ranks have not run the same"
 """How errors of ranks that have come apart begin."""
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """An exchange that a rank is at.
 
     Attributes:
@@ -35,7 +35,7 @@ class PlacesDiffer(RanksApart):
         places: by rank, as far as this one has seen.
     """
 
-    def __init__(self, places: Mapping[int, Place]) -> None:
+    def __init__(self, places: Mapping[int, RankPlace]) -> None:
         super().__init__(places)
         self.places = places
 
@@ -43,12 +43,12 @@ class PlacesDiffer(RanksApart):
         return apart_text(self.places)
 
 
-def apart_text(places: Mapping[int, Place]) -> str:
+def apart_text(places: Mapping[int, RankPlace]) -> str:
     """The message of ranks that are at different places."""
     return f"{NOT_THE_SAME}: {places_text(places)}. {edits_of(places)}"
 
 
-def places_text(places: Mapping[int, Place]) -> str:
+def places_text(places: Mapping[int, RankPlace]) -> str:
     """Where ranks are, by rank: `"ranks 0, 2 at the end of forward 3; rank 1 at the end of forward 4"`."""
     only_details_differ = len({place.name for place in places.values()}) == 1 < len({*places.values()})
     at: dict[str, list[int]] = {}
@@ -58,6 +58,6 @@ def places_text(places: Mapping[int, Place]) -> str:
     return "; ".join(f"{of_ranks(ranks)} at {text}" for text, ranks in at.items())
 
 
-def edits_of(places: Mapping[int, Place]) -> str:
+def edits_of(places: Mapping[int, RankPlace]) -> str:
     """What errors ask for of ranks that are at these places."""
     return " ".join(dict.fromkeys(place.edit for _, place in sorted(places.items())))

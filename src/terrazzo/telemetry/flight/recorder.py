@@ -127,7 +127,7 @@ class RingRecorder(Recorder):
 
     def issued(self, track: int, ordinal: int, label: Label, sent_bytes: int) -> None:
         n, live, micro = self._next(), self._ledger.live_bytes, self._ring.micro
-        unit, of, why, at = label.unit, label.number & 0xFFFFFFFF, label.purpose, (n & LAST) * 64
+        unit, of, why, at = label.index, label.number & 0xFFFFFFFF, label.purpose, (n & LAST) * 64
         pack(self._rows, at, now_ns(), n, ordinal, 0, sent_bytes, live, unit, of, why, ISSUED, track, 0, micro, n & _16)
 
     def done(self, track: int, ordinal: int, begun: float, ready: float | None) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from terrazzo.engine.comm.host.rendezvous import Address, Listener, Met, connect
 from terrazzo.engine.instrumentation.label import Label
-from terrazzo.engine.instrumentation.places import Place, PlacesDiffer
+from terrazzo.engine.instrumentation.places import PlacesDiffer, RankPlace
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import ConnectionLost, TimedOut
 from terrazzo.processes.ending import Ending, leaves_to_parent
@@ -162,7 +162,7 @@ class Neighbour:
     def await_taken(self, kind: str, label: Label) -> None:
         """Wait until it has read what was offered to it."""
         if self._receive(kind, len(_TAKEN)) != _TAKEN:
-            raise PlacesDiffer({dist.get_rank(): label.place(), self._rank: Place("what comes next", label.edit)})
+            raise PlacesDiffer({dist.get_rank(): label.place(), self._rank: RankPlace("what comes next", label.edit)})
 
     def hang_up(self) -> None:
         """Something has failed here: whatever it waits for will not come, and nothing further may be exchanged."""
