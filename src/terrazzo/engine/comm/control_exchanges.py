@@ -133,11 +133,19 @@ class ControlExchanges:
         return (torch.frombuffer(told, dtype=values.dtype) if told else values.detach()).view(self.size, *values.shape)
 
     def _rows_of_all(self, own: bytes, patience: timedelta | None = None) -> list[bytes]:
-        """Every rank's row, of as many bytes on all of them."""
-        row = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        rows = row.new_empty(self.size * row.numel())
-        _wait(all_gather_single(rows, row, group=self.links.host_group, async_op=True), patience)
-        return [each.tobytes() for each in rows.view(self.size, -1).numpy()]
+        """Every rank's row, of as many bytes on all of them.
+
+        They go by way of the first rank: all-gathers of gloo's go once around, which takes as many turns as ranks.
+        """
+        row, group = torch.frombuffer(bytearray(own), dtype=torch.uint8), self.links.host_group
+        rows = row.new_empty(self.size, row.numel())
+        if self.links.is_gloo:
+            places = [*rows.unbind()] if self.rank == 0 else None
+            _wait(dist.gather(row, places, group=group, group_dst=0, async_op=True), patience)
+            _wait(dist.broadcast(rows.view(-1), group=group, group_src=0, async_op=True), patience)
+        else:
+            _wait(all_gather_single(rows.view(-1), row, group=group, async_op=True), patience)
+        return [each.tobytes() for each in rows.numpy()]
 
     def _leave_trail(self) -> None:
         """Note what is moved now, on a transport whose messages cannot say it: see `pass_end`."""

@@ -30,6 +30,7 @@ class Links:
         axis, mesh_groups: as given.
         size, rank: how many ranks the axis has, and this one's place among them.
         ranks: which ones they are among all.
+        is_gloo: whether gloo carries what is in the host's memory.
     """
 
     def __init__(
@@ -41,8 +42,8 @@ class Links:
         self.ranks = dist.get_process_group_ranks(group)
         self._process = os.getpid()
         leaves_to_parent(self)
-        is_gloo = backends_by_device(host_group).get(HOST.type) == "gloo"
-        mesh_groups.add(group, *([functools.partial(hang_up_gloo, host_group)] if is_gloo else []))
+        self.is_gloo = backends_by_device(host_group).get(HOST.type) == "gloo"
+        mesh_groups.add(group, *([functools.partial(hang_up_gloo, host_group)] if self.is_gloo else []))
 
     @property
     def group(self) -> dist.ProcessGroup:
