@@ -92,6 +92,7 @@ HELD: dict[str, set[tuple[Any, Any]]] = {
     "precision.buffers": {("loaded", "fp32")},  # a model that is loaded in fp32
     "precision.saved": _NARROW,  # nothing is saved
     "precision.weight": {*_NARROW, ("fp32", "bf16"), ("fp32", "fp16")},  # a copy of the masters, cast sooner or later
+    "saving.export": {("full", "hf"), ("none", "full")},  # what is written has more
     "saving.state": {("full", "sharded"), ("local", "full"), ("local", "sharded"), ("sharded", "full")},
     "saving.when": {("never", "end")},
     "training.clip": {(None, 1e9)},

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.formats.fsdp2.keys import KEYS
@@ -212,6 +212,32 @@ def test_offload_is_all_or_nothing() -> None:
 )
 def test_findings(document: dict[str, Any], key: str, level: str) -> None:
     assert findings_by_key("fsdp2", document)[key].level == level
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("dp_shard", "dp_replicate"), "dp_shard is copied over, and dp_replicate split over"),
+        (("fsdp", "other"), "fsdp is copied over"),
+        (("dp_replicate",), "for plain replicas"),
+        (("dp_replicate", "dp_shard"), ""),
+        (("data", "model"), ""),
+        (("dp",), ""),
+    ],
+)
+def test_names_that_contradict_their_order_are_told(names: tuple[str, ...], words: str) -> None:
+    """Torch goes by order: the last axis is split over, whatever its name."""
+    mesh = dict.fromkeys(names, 2)
+    found = findings_by_key("fsdp2", {"mesh": mesh, "module": ["Block"]}).get("mesh")
+    assert (found is None) == (not words) and (found is None or (found.level == "warning" and words in found.text))
+    named = {"mesh": mesh, "dp_mesh_dims": {"shard": names[0]}}
+    assert len(names) > 1 or "mesh" not in findings_by_key("fsdp2", named)
+    with fake_group(2 ** len(names)):
+        linear = torch.nn.Linear(8, 8)
+        fully_shard(linear, mesh=init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names))
+        weight = linear.weight
+        assert isinstance(weight, DTensor)
+        assert [place.is_shard() for place in weight.placements] == [False, True][-len(names) :]
 
 
 @pytest.mark.parametrize(

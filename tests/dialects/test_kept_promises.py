@@ -70,7 +70,8 @@ def test_casts_that_lightning_makes_by_itself_are_not_asked_for(name: str) -> No
     source = {"mp_policy": policy} if name == "fsdp2" else TITAN
     conversion = converted(name, "lightning", source, world=8)
     assert conversion.after.value("precision.autocast") is False
-    assert conversion.document["trainer"]["strategy"]["init_args"]["mixed_precision"] == policy
+    written = {key: f"torch.{dtype}" for key, dtype in policy.items()}
+    assert conversion.document["trainer"]["strategy"]["init_args"]["mixed_precision"] == written
     assert not {"precision.autocast", "precision.buffers"} & {each.key for each in conversion.unsaid}
 
 
@@ -196,6 +197,29 @@ def test_a_share_of_the_run_is_in_no_key_of_a_scheduler_that_is_not_written() ->
 
 DECAY = {"num_decay_steps": 20, "decay_type": "linear"}
 WARM = "scheduler.params.warmup_num_steps"
+
+
+def test_places_are_said_in_words() -> None:
+    places = {"weight": "D", "between": "-", "grad": "-", "optim": "D"}  # a row of nobody else's
+    conversion = converted("terrazzo", "torchtitan", {"plan": places}, world=8)
+    told = " ".join(each.why for each in conversion.verdicts)
+    assert "weight: split over all data ranks; between: a full copy on every rank" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "document", "words"),
+    [
+        ("accelerate", {"distributed_type": "FSDP", "fsdp_config": 5}, "it is 5, expected a section"),
+        ("fsdp2", {"mesh": "eight"}, "it is 'eight', expected the sizes"),
+        ("terrazzo", {"optimizer": {"options": "x" * 300}}, "xxx..., expected a section"),
+        ("torchtitan", {"training": {"steps": True}}, "it is true, expected a whole number"),
+        ("deepspeed", {"zero_optimization": None, "gradient_clipping": [1]}, "it is [1], expected a number"),
+    ],
+)
+def test_values_in_findings_are_shown_alike(name: str, document: dict[str, Any], words: str) -> None:
+    verdicts = read_document(dialect(name), document).verdicts
+    told = [each.why for each in verdicts if each.kind == "refused" and words in each.why]
+    assert told and all(len(why) < 200 for why in told), verdicts
 
 
 @pytest.mark.parametrize(("target", "here"), [("terrazzo", True), ("torchtitan", False)])

@@ -490,7 +490,7 @@ def test_clipping_under_fsdp_is_refused_not_dropped() -> None:
 def test_reduction_in_fp32_is_said_by_mixed_precision() -> None:
     conversion = converted("torchtitan", "lightning", {"parallelism": {"data_parallel_shard_degree": -1}})
     arguments = conversion.document["trainer"]["strategy"]["init_args"]
-    assert arguments["mixed_precision"]["reduce_dtype"] == "float32"
+    assert arguments["mixed_precision"]["reduce_dtype"] == "torch.float32"
     assert conversion.after.value("precision.reduce") == "fp32"
 
 
@@ -534,7 +534,8 @@ def test_what_fully_shard_leaves_alone_stays_as_it_is(policy: dict[str, str]) ->
     conversion = converted("fsdp2", "lightning", {"module": ["Block"], **({"mp_policy": policy} if policy else {})})
     trainer = conversion.document["trainer"]
     assert trainer["precision"] == "32-true"
-    assert trainer["strategy"]["init_args"].get("mixed_precision", {}) == policy
+    written = {key: f"torch.{dtype}" for key, dtype in policy.items()}
+    assert trainer["strategy"]["init_args"].get("mixed_precision", {}) == written
     if policy:
         assert not {each.key for each in conversion.unsaid if each.key.startswith("precision")}
 
@@ -777,7 +778,8 @@ def as_lightning(arguments: dict[str, Any]) -> dict[str, Any]:
     if made.pop("auto_wrap_policy", None):
         made["auto_wrap_policy"] = {torch.nn.Linear}
     if policy := made.pop("mixed_precision", None):
-        made["mixed_precision"] = MixedPrecision(**{key: getattr(torch, value) for key, value in policy.items()})
+        dtypes = {key: getattr(torch, value.removeprefix("torch.")) for key, value in policy.items()}
+        made["mixed_precision"] = MixedPrecision(**dtypes)
     if mesh := made.pop("device_mesh", None):
         made["device_mesh"] = tuple(mesh)
     return made

@@ -525,11 +525,11 @@ def test_tiers_without_a_folder_and_rows_that_do_not_nest_are_found() -> None:
     assert "prefix" in texts[0][1] and "folder" in texts[1][1]
 
 
-@pytest.mark.parametrize("value", [["cpu", "nvme"], True, 2])
-def test_a_tier_of_another_type_is_shown_as_it_stands(value: Any) -> None:
+@pytest.mark.parametrize(("value", "shown"), [(["cpu", "nvme"], "['cpu', 'nvme']"), (True, "true"), (2, "2")])
+def test_a_tier_of_another_type_is_shown_as_it_stands(value: Any, shown: str) -> None:
     verdict = OURS.read({"offload": {"optim": value}}).verdicts[0]
     assert verdict.kind == "refused"
-    assert verdict.why.startswith(f"it is {value!r}, expected device, cpu, nvme")
+    assert verdict.why.startswith(f"it is {shown}, expected device, cpu, nvme")
 
 
 def test_a_tier_that_is_none_is_found_wherever_it_stands() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from terrazzo.cli.shared import terminal
 from terrazzo.cli.shared.terminal import say, say_json
-from terrazzo.dialects.core.description import as_text
 from terrazzo.dialects.core.dialect import Finding
 from terrazzo.dialects.core.key_verdict import KeyVerdict
+from terrazzo.dialects.core.wording import as_text
 from terrazzo.dialects.verbs.emit import plain
 from terrazzo.messages import printable
 

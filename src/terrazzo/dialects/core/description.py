@@ -34,8 +34,7 @@ from terrazzo.dialects.core.sections import (
     TrainingSection,
     UnitsSection,
 )
-from terrazzo.engine import PLANS, LossScaling, Place, Plan
-from terrazzo.messages import shortened
+from terrazzo.engine import PLANS, Place, Plan
 
 __all__ = [
     "DATA_AXIS_PATHS",
@@ -55,7 +54,6 @@ __all__ = [
     "Setting",
     "SettingOrigin",
     "SettingsByPath",
-    "as_text",
     "asks_for_nothing",
     "build",
     "row_name",
@@ -189,23 +187,6 @@ def build(
 def asks_for_nothing(path: str, value: Any) -> bool:
     """Whether this value asks for nothing to happen, so that a dialect without the setting agrees with it."""
     return value is None or bool(path in OFF and value == OFF[path])
-
-
-def as_text(value: Any) -> str:
-    """A value as a configuration writes it, shortened."""
-    if isinstance(value, str):
-        text = value
-    elif value is None or isinstance(value, bool):
-        text = {None: "none", True: "true", False: "false"}[value]
-    elif isinstance(value, LossScaling):
-        text = f"loss scale from {value.init:g}, doubled after {value.interval} good steps"
-    elif isinstance(value, Mapping):
-        text = ", ".join(f"{name} {as_text(inner)}" for name, inner in value.items()) or "none"
-    elif isinstance(value, tuple | list):
-        text = ", ".join(as_text(each) for each in value) or "none"
-    else:
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-    return shortened(text)
 
 
 def row_name(weight: str | None, between: str | None, grad: str | None, optim: str | None) -> str | None:

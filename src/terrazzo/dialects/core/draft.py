@@ -14,10 +14,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from terrazzo.dialects.core.agreement import OF_AXIS, has_no_effect, same_value
-from terrazzo.dialects.core.description import Description, Setting, as_text, asks_for_nothing
+from terrazzo.dialects.core.description import Description, Setting, asks_for_nothing
 from terrazzo.dialects.core.dialect import Writing
 from terrazzo.dialects.core.key_verdict import KeyVerdict, VerdictKind, worst
 from terrazzo.dialects.core.keys import Key
+from terrazzo.dialects.core.wording import as_text, found, meant
 from terrazzo.documents.dotted_keys import put, split
 
 __all__ = ["Draft"]
@@ -72,7 +73,7 @@ class Draft:
         """Write a setting that one key says, in the target's words, unless the key's default says the same."""
         value = self.value(path)
         if words is not None and value is not None and value not in words:
-            self.lossy(path, f"{self.library} cannot say {value!r}: {_listed(words)}")
+            self.lossy(path, f"{self.library} cannot say {found(value)}: {_listed(words)}")
         elif value is None or value == self.keys[key].neutral:
             self.implied(path)
         else:
@@ -157,7 +158,7 @@ class Draft:
             elif asks_for_nothing(path, setting.value) or follows:
                 self.implied(path)
             else:
-                self.lossy(path, f"{self.library} has nothing for {path} = {as_text(setting.value)}")
+                self.lossy(path, f"{self.library} has nothing for {path} = {meant(path, setting.value)}")
         return Writing(self.document, tuple(self._verdicts.values()), tuple(self._missing))
 
 

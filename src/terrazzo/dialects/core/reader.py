@@ -27,8 +27,9 @@ from terrazzo.dialects.core.keys import (
     Type,
     row_of,
 )
+from terrazzo.dialects.core.wording import found
 from terrazzo.documents.dotted_keys import flatten, put, without
-from terrazzo.messages import did_you_mean, nearest, shortened
+from terrazzo.messages import did_you_mean, nearest
 
 __all__ = ["Reader", "derived", "only_from_file"]
 
@@ -152,7 +153,7 @@ class Reader:
         value = kind.parse(raw)
         if value is MISSING:
             self._parsed[key] = None
-            self.refuse(key, f"it is {_shown(raw)}, expected {_expected(kind, raw)}")
+            self.refuse(key, f"it is {found(raw)}, expected {_expected(kind, raw)}")
             return Setting(default, "default", key)
         self._parsed[key] = value
         self.mark(key, "applied")
@@ -240,7 +241,7 @@ class Reader:
         names = list(self.keys if known is None else known)
         for key in self.unread():
             if self.row_of(key) is not None:
-                self.refuse(key, f"it is {str(self.flat[key])[:60]!r}, which {self.library} does not take there")
+                self.refuse(key, f"it is {found(self.flat[key])}, which {self.library} does not take there")
             elif self.flat[key] == {} and any(name.startswith(f"{key}.") for name in names):
                 self.mark(key, "applied", "an empty section says nothing")
             else:
@@ -362,7 +363,3 @@ def _expected(kind: Type, raw: Any) -> str:
     if raw.isupper():
         known = [word if kind.parse(word.upper()) is MISSING else word.upper() for word in known]
     return f"{ONE_OF}{', '.join(known)}.{did_you_mean(raw, known)}"
-
-
-def _shown(value: Any) -> str:
-    return "empty" if value is None else shortened(repr(value))

@@ -14,6 +14,7 @@ from terrazzo.dialects.core.description import Extra, Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect, Finding, Reading, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
+from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.deepspeed.auto import resolve as resolve_auto
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT as DEEPSPEED
 from terrazzo.dialects.formats.fsdp1.dialect import DIALECT as FSDP1
@@ -159,7 +160,7 @@ def _gravest(key: str, verdicts: list[KeyVerdict]) -> KeyVerdict:
 def load_named(value: Any, context: ReadingContext) -> tuple[dict[str, Any], str]:
     """The file that a key names, from the configuration's folder on; and why it cannot be read, if so."""
     if not isinstance(value, str) or not value:
-        return {}, f"it is {value!r}, expected a section of keys or the name of a file"
+        return {}, f"it is {found(value)}, expected a section of keys or the name of a file"
     path = (context.folder / value) if context.folder is not None else None
     try:
         return load(path if path is not None else value).document, ""

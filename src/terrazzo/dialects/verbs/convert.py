@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.dialects.core.agreement import agree_on, extras_by_key, has_no_effect
-from terrazzo.dialects.core.description import PATHS, Description, Extra, Setting, as_text, asks_for_nothing
+from terrazzo.dialects.core.description import PATHS, Description, Extra, Setting, asks_for_nothing
 from terrazzo.dialects.core.dialect import Dialect, Finding, Reading, ReadingContext, Writing
 from terrazzo.dialects.core.key_verdict import LOST, KeyVerdict, worst
 from terrazzo.dialects.core.keys import Key
 from terrazzo.dialects.core.mesh import ranks_of_all_axes
+from terrazzo.dialects.core.wording import as_text, meant
 from terrazzo.dialects.verbs.check import findings_of, other_world
 from terrazzo.dialects.verbs.understand import Understood, read_document
 from terrazzo.documents.dotted_keys import flatten, keys_in
@@ -133,15 +134,16 @@ class _Fates:
                     return KeyVerdict(verdict.key, verdict.value, "refused", "", reason)
         if verdict.kind in ("lossy", "refused") or verdict.holds:
             return verdict
-        path, now, title = verdict.key, as_text(self.after.value(verdict.key)), self.target.title
+        path, title = verdict.key, self.target.title
+        now, asked = meant(path, self.after.value(path)), meant(path, verdict.value)
         if self._is_gone(path):
-            why = f"{title} as written says nothing of {path} = {as_text(verdict.value)}"
+            why = f"{title} as written says nothing of {path} = {asked}"
         elif agree_on(path, self.before, self.after):
             return verdict
         elif verdict.value is None:
             why = f"{path} is open here, and {title} takes {now}"
         else:
-            why = f"{title} has {now} for {path}, not {as_text(verdict.value)}"
+            why = f"{title} has {now} for {path}, not {asked}"
         return KeyVerdict(verdict.key, verdict.value, "lossy", verdict.target, "; ".join(_once([why, verdict.why])))
 
     def _is_gone(self, path: str) -> bool:

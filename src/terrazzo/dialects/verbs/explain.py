@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.dialects.core.agreement import extras_by_key
-from terrazzo.dialects.core.description import LOADED, MEANING, Description, Extra, Setting, as_text, asks_for_nothing
+from terrazzo.dialects.core.description import LOADED, MEANING, Description, Extra, Setting, asks_for_nothing
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.mesh import data_ranks, degrees
+from terrazzo.dialects.core.wording import as_text, meant
 from terrazzo.dialects.verbs.understand import Understood
 
 __all__ = ["OptionRow", "Page", "explain", "origin_words", "plan_words"]
@@ -103,17 +104,11 @@ def plan_words(description: Description) -> Iterator[str]:
 
 
 def _in_full(description: Description) -> Iterator[str]:
-    words = {
-        "-": "a full copy on every rank",
-        "D": "split over all data ranks",
-        "S": "split over the ranks of dp_shard",
-        "S,R": "split over the ranks of dp_shard, and each part over those of dp_replicate",
-    }
     for state, name in _STATES.items():
         axes = description.value(f"sharding.{state}")
         tier = description.value(f"offload.{state}") if state != "between" else None
         where = {"cpu": ", in host memory", "nvme": ", on NVMe", "device": "", None: ""}.get(tier, f", {tier}")
-        yield f"{name}: {words.get(axes, f'split over {axes}')}{where}"
+        yield f"{name}: {meant(f'sharding.{state}', axes)}{where}"
 
 
 def _mesh(description: Description) -> str:

@@ -10,8 +10,9 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from terrazzo.dialects.core.agreement import extras_by_key
-from terrazzo.dialects.core.description import PATHS, Description, as_text, asks_for_nothing
+from terrazzo.dialects.core.description import PATHS, Description, asks_for_nothing
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.wording import as_text
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.errors import BadInput

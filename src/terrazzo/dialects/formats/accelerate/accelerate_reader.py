@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from terrazzo.dialects.core.dialect import ConfigDocument, ReadingContext
 from terrazzo.dialects.core.keys import row_of
 from terrazzo.dialects.core.reader import Reader
+from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.accelerate.keys import GHOSTS, KEYS, SECTIONS, TOP, canonical_key
 from terrazzo.messages import did_you_mean
 
@@ -45,7 +46,7 @@ class AccelerateReader(Reader):
         """What Accelerate does with a key that it does not know."""
         section, _, last = key.partition(".")
         if section in (*SECTIONS, "megatron_lm_config") and not last:
-            return f"it is {str(self.flat[key])[:40]!r}, expected a section of keys"
+            return f"it is {found(self.flat[key])}, expected a section of keys"
         if section not in SECTIONS:
             near = did_you_mean(section, (*TOP, *SECTIONS, "megatron_lm_config"))
             return f"Accelerate has no '{section}' at the top and refuses the file.{near}"

@@ -9,6 +9,7 @@ from terrazzo.dialects.core.description import Extra, Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, ReadingContext
 from terrazzo.dialects.core.keys import Key, Type, matches
 from terrazzo.dialects.core.reader import Reader
+from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL, Auto, resolve
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES, NULLABLE, PATTERNS, SECTIONS, STRICT, TABLE
 from terrazzo.dialects.formats.deepspeed.keys_zero import FLOW
@@ -106,7 +107,7 @@ class DeepSpeedReader(Reader):
             elif key in SECTIONS and (self.flat[key] == {} or (self.flat[key] is None and key in NULLABLE)):
                 self.keep(key, "it says nothing: the defaults hold", loss="harmless")
             elif key in SECTIONS:
-                self.refuse(key, f"it is {str(self.flat[key])[:40]!r}, expected a section of keys")
+                self.refuse(key, f"it is {found(self.flat[key])}, expected a section of keys")
             elif key.lstrip("_/#") in ("comment", "comments") or key.startswith("_comment"):
                 self.keep(key, "a remark: JSON has no comments", loss="harmless")
         kept = {self.spelled(extra.key) for extra in self.extras}

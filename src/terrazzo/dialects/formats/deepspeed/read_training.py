@@ -10,6 +10,7 @@ import torch
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.keys import BOOLEAN, number
 from terrazzo.dialects.core.reader import derived
+from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import BUILT_IN, INTERVAL, OPTIMIZER_PARAMS, argument_default
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED_OPTIMIZERS
@@ -159,7 +160,7 @@ def _betas(reader: DeepSpeedReader, key: str) -> Setting[Any]:
         return setting
     numbers = setting.value if isinstance(setting.value, Sequence) and not isinstance(setting.value, str) else ()
     if len(numbers) != 2 or not all(type(each) in (int, float) and 0 <= each < 1 for each in numbers):
-        reader.refuse(key, f"it is {str(setting.value)[:60]}, expected two numbers from 0 to 1")
+        reader.refuse(key, f"it is {found(setting.value)}, expected two numbers from 0 to 1")
         return Setting(None, "default", key)
     return Setting((float(numbers[0]), float(numbers[1])), setting.origin, key)
 

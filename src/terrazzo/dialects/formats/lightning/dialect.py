@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
 from terrazzo.dialects.core.keys import meaning_of
 from terrazzo.dialects.formats.lightning.findings import findings
-from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, KEYS, TRAINER
+from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, KEYS, TRAINER, canonical_key
 from terrazzo.dialects.formats.lightning.read import read
 from terrazzo.dialects.formats.lightning.write import write
 
@@ -31,7 +31,7 @@ def recognises(document: ConfigDocument) -> bool:
 
 def meaning(key: str) -> str:
     """What an argument of the Trainer or of a strategy does."""
-    name = key.removeprefix("trainer.")
+    name = canonical_key(key).removeprefix("trainer.")
     if not name.startswith("strategy.init_args."):
         return meaning_of(KEYS, name)
     argument = name.split(".")[2]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
+from terrazzo.dialects.formats.lightning.cli_findings import cli_findings
 from terrazzo.dialects.formats.lightning.deepspeed_document import configured
 from terrazzo.dialects.formats.lightning.keys import strategy_of
 from terrazzo.dialects.formats.lightning.model_checkpoint import steps_left_out
@@ -32,6 +33,8 @@ def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         if arguments.get("mixed_precision") is None and context.version("lightning", LAST) >= GATHERS_NARROW:
             yield from _gathers(values, prefix)
         own = isinstance(trainer["strategy"], Mapping)
+        if own and prefix:
+            yield from cli_findings(trainer["strategy"], f"{prefix}strategy")
         where = f"{prefix}strategy.init_args" if own else f"{prefix}strategy"
         yield from nested_findings(FSDP_STRATEGY, passed_on(arguments), context, where, named=not own)
     if kind == "ModelParallelStrategy":

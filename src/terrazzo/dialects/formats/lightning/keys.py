@@ -29,12 +29,14 @@ __all__ = [
     "DDP_CLASSES",
     "DEEPSPEED_STRATEGY",
     "FSDP",
+    "FSDP_BY_NAME",
     "KEYS",
     "MODEL_PARALLEL",
     "NAMED",
     "SHARED",
     "TRAINER",
     "WATCHERS",
+    "canonical_key",
     "rows_for",
     "strategy_of",
 ]
@@ -179,6 +181,8 @@ FSDP = {
     "activation_checkpointing_policy": Key(NAME_LIST, None, "classes of blocks that are recomputed in backward"),
 }
 """Arguments of FSDPStrategy beside those of FullyShardedDataParallel."""
+FSDP_BY_NAME = ("cpu_offload", "mixed_precision", "auto_wrap_policy", "sharding_strategy", "device_mesh")
+"""What FSDPStrategy takes of those by name. Of the others LightningCLI knows none: they stand in `dict_kwargs`."""
 MODEL_PARALLEL = {
     "data_parallel_size": Key(integer(1), "auto", "ranks of a data parallel group; auto: nodes"),
     "tensor_parallel_size": Key(integer(1), "auto", "ranks of a tensor parallel group; auto: ranks per node"),
@@ -267,9 +271,17 @@ def strategy_of(raw: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(raw, Mapping):
         return NAMED.get(str(raw).lower() if raw is not None else "auto", ("", {}))
     package, _, kind = str(raw.get("class_path", "")).rpartition(".")
-    arguments = raw.get("init_args")
     known = kind in ARGUMENTS and (not package or package.partition(".")[0] in _PACKAGES)
-    return kind if known else "", dict(arguments) if isinstance(arguments, Mapping) else {}
+    given = [part for part in (raw.get("init_args"), raw.get("dict_kwargs")) if isinstance(part, Mapping)]
+    return kind if known else "", {name: value for part in given for name, value in part.items()}
+
+
+def canonical_key(key: str) -> str:
+    """A key under the name of its row: of arguments of a strategy LightningCLI takes some in `dict_kwargs`."""
+    for prefix in ("strategy.", "trainer.strategy."):
+        if key.startswith(f"{prefix}dict_kwargs."):
+            return f"{prefix}init_args.{key.removeprefix(f'{prefix}dict_kwargs.')}"
+    return key
 
 
 _BELOW = ("config", "mixed_precision", "auto_wrap_policy", "timeout", "cpu_offload", "device_mesh")
@@ -278,6 +290,7 @@ _INNER = {
     f"strategy.init_args.{name}": Key(ANY, None, "", "lossy", TRAINER["strategy"].meaning)
     for name in ("<argument>", *(f"{name}.*" for name in _BELOW))
 }
+_INNER["strategy.dict_kwargs.<argument>"] = _INNER["strategy.init_args.<argument>"]
 _INNER |= {f"{name}.*": replace(TRAINER[name], meaning="", why=TRAINER[name].meaning) for name in _WHOLE}
 _CODE = "the model and its data come from your code there"
 

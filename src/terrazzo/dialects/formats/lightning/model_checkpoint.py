@@ -15,6 +15,7 @@ from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.keys import ANY, BOOLEAN, MISSING, Type, choice, integer
 from terrazzo.dialects.core.reader import Reader
+from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.lightning.keys import WATCHERS
 from terrazzo.messages import did_you_mean
 
@@ -90,7 +91,7 @@ def _fault(arguments: Mapping[str, Any]) -> str:
         if name not in _ARGUMENTS:
             return f"ModelCheckpoint has no argument {name} and raises a TypeError.{did_you_mean(name, _ARGUMENTS)}"
         if value is not None and _ARGUMENTS[name].parse(value) is MISSING:
-            return f"{name} is {value!r}, expected {_ARGUMENTS[name].expected}"
+            return f"{name} is {found(value)}, expected {_ARGUMENTS[name].expected}"
     if len(triggers := [name for name in _TRIGGERS if arguments.get(name)]) > 1:
         return f"ModelCheckpoint raises on {' beside '.join(triggers)}: say one"
     if arguments.get("monitor") is None and _top(arguments) not in (-1, 0, 1):

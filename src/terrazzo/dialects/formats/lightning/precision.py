@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, SettingsByPath
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import derived
+from terrazzo.dialects.formats.shared.fsdp_policy import load_dtype
 from terrazzo.engine import LossScaling
 
-__all__ = ["GATHERS_NARROW", "LAST", "POLICY", "WORDS", "dtype_of_sums", "gathered_in", "precision_row"]
+__all__ = ["GATHERS_NARROW", "LAST", "POLICY", "WORDS", "precision_row"]
 
 LAST = "2.6.6"
 """The release of Lightning that this was held against."""
@@ -35,19 +37,40 @@ _DTYPES = {"16": "fp16", "bf16": "bf16", "32": "fp32", "64": "fp64"}
 
 
 def precision_row(
-    strategy: str, word: Setting[Any], loaded: str, policy: Mapping[str, Setting[Any]] | None = None
+    strategy: str,
+    word: Setting[Any],
+    micro_batches: Setting[Any],
+    context: ReadingContext,
+    policy: Mapping[str, Setting[Any]] | None = None,
+) -> tuple[SettingsByPath, str]:
+    """The dtype of every state, and that of gathered weights, under a word of `WORDS`: for reader and writer alike.
+
+    Args:
+        strategy: its class.
+        micro_batches: of a step.
+        policy: what FSDPStrategy's `mixed_precision` says, in place of the word: `compute`, which is the type of
+            gathered weights, `reduce` and `buffers`, as far as they are given. None: there is none.
+    """
+    loaded, release = load_dtype(context, True), context.version("lightning", LAST)
+    row = _by_word(strategy, word, loaded, policy)
+    gathered = _gathered_in(strategy, word.value, loaded, policy, release)
+    if strategy == "FSDPStrategy":
+        row |= _sums(gathered, word, micro_batches)
+    if strategy == "ModelParallelStrategy":  # the code says it
+        del row["precision.reduce"]
+    return row, gathered
+
+
+def _by_word(
+    strategy: str, word: Setting[Any], loaded: str, policy: Mapping[str, Setting[Any]] | None
 ) -> SettingsByPath:
-    """The dtype of every state, under a word of `WORDS`.
+    """The dtypes in which one micro-batch goes through.
 
     `true` stores the weights in the word's type, and casts buffers with them; `mixed` keeps them as they are loaded,
     and runs the forward under autocast. FSDP gathers and reduces in the word's type, and casts buffers to it. DDP
     reduces in the type of the weights, and as `32-true` leaves weights and buffers alone.
 
-    Args:
-        strategy: its class.
-        loaded: the dtype of the weights before the strategy gets them.
-        policy: what FSDPStrategy's `mixed_precision` says, in place of the word: `compute`, which is the type of
-            gathered weights, `reduce` and `buffers`, as far as they are given. None: there is none.
+    `loaded`: the dtype of the weights before the strategy gets them.
     """
     name, _, way = word.value.partition("-")
     sharded, cast = strategy == "FSDPStrategy", _casts(strategy, word.value)
@@ -76,7 +99,7 @@ def _casts(strategy: str, word: str) -> bool:
     return way == "true" and (strategy == "FSDPStrategy" or name != "32")
 
 
-def gathered_in(
+def _gathered_in(
     strategy: str, word: str, loaded: str, policy: Mapping[str, Setting[Any]] | None, version: tuple[int, ...]
 ) -> str:
     """The dtype of weights inside modules, whatever autocast makes of them: FSDP gathers them in one of its own."""
@@ -88,7 +111,7 @@ def gathered_in(
     return "fp32" if in_fp32 else _DTYPES[name]
 
 
-def dtype_of_sums(gathered: str, word: Setting[Any], micro_batches: Setting[Any]) -> SettingsByPath:
+def _sums(gathered: str, word: Setting[Any], micro_batches: Setting[Any]) -> SettingsByPath:
     """The dtype in which FSDP1 sums gradients of several micro-batches; empty for one.
 
     Lightning has it reduce those of the last alone, by `no_sync`: until then they have the dtype of gathered weights.

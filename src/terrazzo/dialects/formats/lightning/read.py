@@ -9,11 +9,11 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, NAMED, TRAINER, rows_for, strategy_of
-from terrazzo.dialects.formats.lightning.precision import LAST, POLICY, dtype_of_sums, gathered_in, precision_row
+from terrazzo.dialects.core.wording import found
+from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, NAMED, TRAINER, canonical_key, rows_for, strategy_of
+from terrazzo.dialects.formats.lightning.precision import POLICY, precision_row
 from terrazzo.dialects.formats.lightning.read_loop import arguments_of, read_loop
 from terrazzo.dialects.formats.lightning.read_strategy import Strategy, read_strategy
-from terrazzo.dialects.formats.shared.fsdp_policy import load_dtype
 from terrazzo.dialects.formats.shared.plan_rows import in_one_group
 from terrazzo.messages import did_you_mean
 
@@ -29,14 +29,15 @@ class _LightningReader(Reader):
     """A reader that knows what the strategy's class takes."""
 
     def __init__(self, document: ConfigDocument, opaque: Collection[str], kind: str, prefix: str) -> None:
-        super().__init__(document, "Lightning", opaque, rows_for(kind, prefix))
+        super().__init__(document, "Lightning", opaque, rows_for(kind, prefix), canonical_key)
         self._kind, self._arguments = kind, f"{prefix}strategy.init_args."
 
     def stranger(self, key: str, known: list[str], unknown: str, gone: Mapping[str, str]) -> str:
         """As of others, but for arguments of the strategy, of which its class is named."""
-        if not key.startswith(self._arguments):
+        name = self.canonical(key)
+        if not name.startswith(self._arguments):
             return super().stranger(key, known, unknown, gone)
-        near = did_you_mean(key.removeprefix(self._arguments), ARGUMENTS[self._kind])
+        near = did_you_mean(name.removeprefix(self._arguments), ARGUMENTS[self._kind])
         return f"{self._kind} has no such argument and raises a TypeError.{near}"
 
 
@@ -71,7 +72,7 @@ class _Read:
             settings |= self._dtypes(strategy, word, strategy_reading.settings, settings["batch.accumulation"])
         for verdict in strategy_reading.verdicts:
             reader.mark(verdict.key, verdict.kind, verdict.why, verdict.target)
-        reader.extras += strategy_reading.extras
+        reader.extras += [replace(extra, key=reader.spelled(extra.key)) for extra in strategy_reading.extras]
         _name_class(strategy, settings)
         prefixed = {path: self._prefixed(setting) for path, setting in settings.items()}
         return reader.finish("lightning", prefixed, unknown="raises a TypeError")
@@ -103,16 +104,10 @@ class _Read:
         if strategy.kind == "FSDPStrategy" and strategy.arguments.get("mixed_precision") is not None:
             told = {state: strategy_settings[f"precision.{state}"] for state in POLICY}
             policy = {state: setting for state, setting in told.items() if setting.origin == "file"}
-        loaded, release = load_dtype(self.context, True), self.context.version("lightning", LAST)
-        row = precision_row(strategy.kind, word, loaded, policy)
-        gathered = gathered_in(strategy.kind, word.value, loaded, policy, release)
+        row, gathered = precision_row(strategy.kind, word, micro_batches, self.context, policy)
         if gathered != row["precision.compute"].value and word.value.endswith("-mixed"):
             why = f"weights are gathered in {gathered}, and autocast computes in {row['precision.compute'].value}"
             self.reader.mark(f"{self.prefix}precision", "lossy", why)
-        if strategy.kind == "FSDPStrategy":
-            row |= dtype_of_sums(gathered, word, micro_batches)
-        if strategy.kind == "ModelParallelStrategy":  # the code says it
-            return {path: setting for path, setting in row.items() if path != "precision.reduce"}
         return row
 
     def _strategy(self) -> Strategy:
@@ -127,13 +122,14 @@ class _Read:
             where, known, named = f"{self.prefix}strategy.class_path", ARGUMENTS, raw.get("class_path", "")
             strategy = Strategy(kind, arguments, frozenset(map(str, arguments)), f"{self.prefix}strategy", where)
         self.reader.take_raw(where)
-        if not self.reader.flat.get(bare := f"{strategy.where}.init_args", "none"):
-            self.reader.keep(bare, "it says nothing", loss="harmless")
+        for bare in (f"{strategy.where}.init_args", f"{strategy.where}.dict_kwargs"):
+            if not self.reader.flat.get(bare, "none"):
+                self.reader.keep(bare, "it says nothing", loss="harmless")
         if not kind:
             self.reader.keep(where, "a strategy that is not known here", loss="refused")
             last = str(named).rpartition(".")[2]
             near = did_you_mean(last.lower() if known is NAMED else last, known)
-            self.reader.refuse(where, f"{str(named)[:80]!r} is none of the strategies that are read here.{near}")
+            self.reader.refuse(where, f"{found(named)} is none of the strategies that are read here.{near}")
         return strategy
 
     def _alone(self, world: Setting[Any] | None) -> Setting[Any]:

@@ -4,6 +4,7 @@ plan_rows         rows of the table for libraries that lack some: the nearest ro
 launcher          how many ranks on how many machines: in keys, or as the launcher is told
 batch_words       sizes of a batch that follow from the others
 class_defaults    what an optimizer's class takes where nothing is said
+saving_words      a folder in place of one state dict
 schedule_words    a warm-up in steps, and what it means that rates lag behind
 tiers             what offload asks for, to a library with one tier for each state
 fsdp_words        torch's names of dtypes and strategies, units, meshes and offload

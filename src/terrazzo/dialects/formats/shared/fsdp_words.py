@@ -11,6 +11,7 @@ from terrazzo.dialects.core.description import PATHS, TIER_PATHS, Description, S
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.keys import NAME_LIST, choice, integer
 from terrazzo.dialects.core.reader import Reader, derived
+from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.shared.tiers import ON_CPU
 
 __all__ = [
@@ -89,7 +90,8 @@ def uniform(kind: str, *states: str) -> SettingsByPath:
 def dtype(reader: Reader, key: str) -> Setting[Any]:
     """A dtype by any of its names; None where none is given."""
     setting = reader.take(key)
-    return canonical(reader, key, setting, TORCH_NAMES.get(setting.value))
+    name = TORCH_NAMES.get(setting.value)
+    return setting if reader.raw(key) == f"torch.{name}" else canonical(reader, key, setting, name)
 
 
 def canonical(reader: Reader, key: str, setting: Setting[Any], word: str | None) -> Setting[Any]:
@@ -144,7 +146,7 @@ def mesh_sizes(reader: Reader, key: str) -> tuple[int | None, ...] | None:
         return None
     sizes = list(raw.values()) if isinstance(raw, Mapping) else raw if isinstance(raw, list | tuple) else [raw]
     if not sizes or not all(size is None or is_size(size) for size in sizes):
-        reader.refuse(key, f"it is {raw!r}, expected the sizes of the axes, such as [2, 4]: replicas, then shards")
+        reader.refuse(key, f"it is {found(raw)}, expected the sizes of the axes, such as [2, 4]: replicas, then shards")
         return None
     return tuple(sizes)
 

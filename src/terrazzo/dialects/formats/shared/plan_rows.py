@@ -17,6 +17,7 @@ from terrazzo.dialects.core.description import (
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
 from terrazzo.dialects.core.reader import derived
+from terrazzo.dialects.core.wording import meant
 from terrazzo.engine import Plan
 
 __all__ = [
@@ -89,7 +90,7 @@ def nearest_row(description: Description, rows: Collection[str]) -> tuple[str | 
         return row, ""
     if row in _NEAREST and _NEAREST[row][0] in rows:
         return _NEAREST[row]
-    places = " | ".join(f"{path.partition('.')[2]} {description.value(path)}" for path in SHARDING_PATHS)
+    places = "; ".join(f"{path.partition('.')[2]}: {meant(path, description.value(path))}" for path in SHARDING_PATHS)
     return None, f"no setting splits the states so ({places})"
 
 

@@ -10,6 +10,7 @@ from terrazzo.dialects.core.description import LOADED, STATES, TIER_PATHS, Setti
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.keys import TEXT
 from terrazzo.dialects.core.reader import Reader, derived
+from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.terrazzo.keys import KEYS
 from terrazzo.dialects.formats.terrazzo.optimizer_arguments import argument_defaults
 from terrazzo.dialects.formats.terrazzo.paths import PATH_OF, WORDS
@@ -176,7 +177,7 @@ def _tier(reader: _SchemaReader, key: str) -> Setting[Any] | None:
     if raw is None:
         return None
     if not isinstance(raw, str | Mapping):
-        reader.refuse(key, f"it is {raw!r}, expected device, cpu, nvme or shares such as cpu:0.7.")
+        reader.refuse(key, f"it is {found(raw)}, expected device, cpu, nvme or shares such as cpu:0.7.")
         return Setting("device", "default", key)
     try:
         return Setting(_shortest(tier_text(raw)), "file", key)
@@ -274,7 +275,7 @@ def _options(reader: _SchemaReader, name: str) -> SettingsByPath:
     options = reader.take_raw("optimizer.options", {})
     raw = dict(options.value) if isinstance(options.value, Mapping) else {}
     if not isinstance(options.value, Mapping):
-        reader.refuse("optimizer.options", f"it is {options.value!r}, expected a section of keys")
+        reader.refuse("optimizer.options", f"it is {found(options.value)}, expected a section of keys")
     defaults = argument_defaults(name).items()
     settings: SettingsByPath = {
         f"optimizer.{key}": Setting(value, "default") for key, value in defaults if key not in raw

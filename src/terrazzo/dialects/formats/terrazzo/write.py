@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from terrazzo.config import CONFIG_KEYS
 from terrazzo.dialects.core.agreement import NVME_ONLY, has_no_effect
-from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, as_text
+from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, degrees, ranks_left, ranks_needed
+from terrazzo.dialects.core.wording import as_text
 from terrazzo.dialects.formats.shared.batch_words import ACCUMULATION_FOLLOWS, size_follows
 from terrazzo.dialects.formats.shared.fsdp_words import bare_classes
 from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
+from terrazzo.dialects.formats.shared.saving_words import write_folder
 from terrazzo.dialects.formats.shared.schedule_words import warmup_steps, write_lags
 from terrazzo.dialects.formats.terrazzo.optimizer_arguments import OPTIMIZERS, arguments
 from terrazzo.dialects.formats.terrazzo.terrazzo_draft import TerrazzoDraft
@@ -346,7 +348,8 @@ def _saved_when(draft: TerrazzoDraft) -> None:
 def _saving(draft: TerrazzoDraft) -> None:
     export, state = draft.value("saving.export", "none"), draft.value("saving.state", "sharded")
     if draft.setting("saving.export").key or export != "none":
-        draft.put("saving.export", "checkpoint.save_format", "hf" if export != "none" else "terrazzo")
+        draft.write("checkpoint.save_format", "hf" if export != "none" else "terrazzo")
+        write_folder(draft, "checkpoint.save_format")
     draft.holds("loading.low_memory", "each rank reads its own part of the weights")
     draft.holds("loading.broadcast", "all ranks start from the same values")
     more = "" if state == "sharded" else "checkpoints are sharded, and resume on any number of ranks"

@@ -10,6 +10,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, 
 from terrazzo.dialects.core.key_verdict import Loss
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import Reader, derived, only_from_file
+from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.shared.class_defaults import class_defaults
 from terrazzo.dialects.formats.shared.fsdp_words import offload
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
@@ -179,9 +180,9 @@ def _optimizer(reader: Reader) -> SettingsByPath:
         return {}
     others = "" if len(groups) == 1 else f"the last of {len(groups)} groups is read; the others are for some parameters"
     if not others and groups[0].get("pattern", ".*") != ".*":
-        others = f"the group is for the parameters of {str(groups[0]['pattern'])[:40]!r} alone, and is read as for all"
+        others = f"the group is for the parameters of {found(groups[0]['pattern'])} alone, and is read as for all"
     if unknown := [str(name) for group in groups for name in group if name not in _GROUP]:
-        others = "; ".join(part for part in (others, f"{unknown[0][:40]!r} is no part of a group") if part)
+        others = "; ".join(part for part in (others, f"{found(unknown[0])} is no part of a group") if part)
     reader.keep(key, others, loss=_loss_of(groups) if others else "harmless")
     name, options = groups[-1].get("optimizer_name"), groups[-1].get("optimizer_kwargs")
     options = dict(options) if isinstance(options, Mapping) else {}
@@ -220,7 +221,7 @@ def _of_matrices(reader: Reader, arguments: Any) -> dict[str, Any]:
     given = dict(arguments) if isinstance(arguments, Mapping) else {}
     scale = given.pop("adjust_lr_fn", None) or "original"
     if scale not in ("original", "match_rms_adamw"):
-        text = f"adjust_lr_fn is {str(scale)[:40]!r}, expected original or match_rms_adamw"
+        text = f"adjust_lr_fn is {found(scale)}, expected original or match_rms_adamw"
         reader.refuse("optimizer.param_groups", text)
         scale = "original"
     return {"muon.adjust_lr": scale, **{f"muon.{key}": value for key, value in given.items()}}

@@ -6,6 +6,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.reader import derived
+from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.torchtitan.torchtitan_reader import TorchtitanReader
 
 __all__ = ["BUDGET", "read_float8", "read_optimizer", "read_recomputed", "read_whole_weights"]
@@ -64,7 +65,7 @@ def read_recomputed(reader: TorchtitanReader) -> SettingsByPath:
     if word == "op":
         return {path: derived("selective_half", mode, option, origin=origin)}
     if not word.isdecimal():
-        reader.refuse(option.key, f"it is {word[:40]!r}, expected op, or N for one block in N")
+        reader.refuse(option.key, f"it is {found(word)}, expected op, or N for one block in N")
         return {path: Setting("selective_half", "default", mode.key)}
     every = int(word)
     reader.said_together[f"{section}.type"] = "FullAC"
@@ -114,7 +115,7 @@ def _keep_others(reader: TorchtitanReader, converters: Setting[Any]) -> None:
             converters.key, f"{narrow[0]} multiplies blocks or experts in 8 bits: remove it, or train in bf16"
         )
     elif others := [name for name in converters.value if name not in _CONVERTERS]:
-        reader.keep(converters.key, f"what {others[0][:40]} makes of the model, only its code knows")
+        reader.keep(converters.key, f"what {found(others[0])} makes of the model, only its code knows")
     elif converters.origin == "file" and not converters.value:
         reader.keep(converters.key, "it names none", loss="harmless")
 

@@ -8,6 +8,7 @@ from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left, ranks_needed
 from terrazzo.dialects.formats.shared.batch_words import ACCUMULATION_FOLLOWS, size_follows
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, write_offload
+from terrazzo.dialects.formats.shared.saving_words import write_folder
 from terrazzo.dialects.formats.shared.schedule_words import warmup_steps, write_lags
 from terrazzo.dialects.formats.torchtitan.keys import DECAY_SHAPES, KEYS, LOCAL_BATCH, PIPELINED_BATCH
 from terrazzo.dialects.formats.torchtitan.write_plan import TAKEN_AXES, write_plan
@@ -280,7 +281,11 @@ def _saving(draft: Draft) -> None:
     if when is not None or exports:
         draft.write(_ENABLE, True)
         _intervals(draft)
-    draft.option("saving.export", _EXPORT, {"hf": True, "full": True, "none": False})
+    if draft.value("saving.export") == "full":
+        draft.write(_EXPORT, True)
+        write_folder(draft, _EXPORT)
+    else:
+        draft.option("saving.export", _EXPORT, {"hf": True, "none": False})
     if when is not None and exports:
         why = "the last checkpoint is that folder, of weights alone: no run goes on from the end"
         draft.lossy("saving.export", why, _EXPORT)

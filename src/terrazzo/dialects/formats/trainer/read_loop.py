@@ -10,6 +10,7 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingOrigin, SettingsByPath
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import derived, only_from_file
+from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.trainer.keys import BETA3, DECAY_SHAPES, FIELDS, POLYNOMIAL_END
 from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader
 from terrazzo.messages import did_you_mean
@@ -136,7 +137,7 @@ def _stable(reader: TrainerReader, options: _ScheduleOptions) -> SettingsByPath:
         settings["schedule.decay_shape"] = replace(word, value=DECAY_SHAPES[word.value])
     else:
         known = f"{', '.join(DECAY_SHAPES)}.{did_you_mean(word.value, DECAY_SHAPES)}"
-        reader.refuse("lr_scheduler_kwargs", f"decay_type is {word.value[:40]!r}, expected {known}")
+        reader.refuse("lr_scheduler_kwargs", f"decay_type is {found(word.value)}, expected {known}")
     if decay.value:
         settings["schedule.decay_steps"] = Setting(int(decay.value), "file", decay.key)
     return settings

@@ -7,6 +7,7 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.keys import BOOLEAN, choice
 from terrazzo.dialects.core.reader import derived
+from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.shared.accelerate_stack import read_axes
 from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, NUMBERED, STRATEGIES, offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID, row_settings
@@ -110,10 +111,10 @@ def _legacy(reader: TrainerReader) -> dict[str, Any]:
     else:
         reader.mark("fsdp", "renamed", "words are deprecated: say fsdp: true, and the rest in fsdp_config")
     if wrong:
-        reader.refuse("fsdp", f"it names {wrong[0]!r}, which is no option of FSDP: say fsdp: true")
+        reader.refuse("fsdp", f"it names {found(wrong[0])}, which is no option of FSDP: say fsdp: true")
     elif meanings.get("row") not in (None, "zero3", "shard_grad_op") and fsdp_version(reader) == 2:
         why = (
-            f"{raw!r} needs version 1 of FSDP, and TrainingArguments raise with version 2, the default: say"
+            f"{found(raw)} needs version 1 of FSDP, and TrainingArguments raise with version 2, the default: say"
             " fsdp_config: {version: 1}, or fsdp: true with parallelism_config: {dp_replicate_size: ...}"
         )
         reader.refuse("fsdp", why)
@@ -141,7 +142,7 @@ def _strategy(reader: TrainerReader, fallback: Setting[Any]) -> Setting[Any]:
     row = reader.take_as(key, choice({**STRATEGIES, **_BY_NUMBER}))
     if row.value is None:
         named = "full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2"
-        reader.refuse(key, f"it is {reader.raw(key)!r}; version 1 takes the name of a strategy: {named}")
+        reader.refuse(key, f"it is {found(reader.raw(key))}; version 1 takes the name of a strategy: {named}")
         return fallback
     return row
 

@@ -9,10 +9,10 @@ from terrazzo.dialects.core.description import (
     SHARDING_PATHS,
     TIER_PATHS,
     Setting,
-    as_text,
 )
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.core.wording import as_text
 from terrazzo.dialects.formats.shared.accelerate_stack import (
     AUTOCAST,
     stack_precision,
@@ -21,6 +21,7 @@ from terrazzo.dialects.formats.shared.accelerate_stack import (
 )
 from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, bare_classes, write_offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, one_axis, shard_ranks
+from terrazzo.dialects.formats.shared.saving_words import write_folder
 from terrazzo.dialects.formats.trainer.keys import AT_ONCE
 
 __all__ = ["write_ddp", "write_fsdp", "write_precision"]
@@ -44,7 +45,7 @@ def write_ddp(draft: Draft, context: ReadingContext) -> None:
     if draft.value("loading.low_memory"):
         draft.lossy("loading.low_memory", "under DDP every rank loads the whole model")
     draft.holds("loading.broadcast", "every rank loads the same weights")
-    draft.implied("saving.export")
+    write_folder(draft)
     whole = "" if draft.value("saving.state", "full") == "full" else "every rank has the whole state, and saves so"
     draft.holds("saving.state", whole)
 
@@ -157,7 +158,12 @@ def _state(draft: Draft) -> None:
     paths = ("saving.state", "saving.export")
     if state == "full" or export != "none":
         key, whole = f"{_SECTION}.state_dict_type", "FULL_STATE_DICT"
-        draft.put(paths, key, whole) if any(draft.setting(path).keys for path in paths) else draft.implied(paths, whole)
+        if any(draft.setting(path).keys for path in paths):
+            draft.put(paths, key, whole)
+            write_folder(draft, key)
+        else:
+            draft.implied(paths, whole)
+            write_folder(draft)
         return
     why = "its checkpoint resumes on any number of ranks" if state == "local" else ""
     draft.write(key := f"{_SECTION}.state_dict_type", "SHARDED_STATE_DICT")
