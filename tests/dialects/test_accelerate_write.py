@@ -14,6 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from terrazzo.dialects.core.description import PATHS, Description, asks_for_nothing
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
 from terrazzo.dialects.formats.accelerate.dialect import DIALECT
+from terrazzo.dialects.registry import dialect
+from tests.dialects import peers
 from tests.helpers.examples import examples
 from tests.helpers.launched import has_plugin, launched, plugin
 from tests.helpers.neutral import described, descriptions
@@ -169,3 +171,12 @@ def test_reduction_in_fp32_is_lost_by_name() -> None:
 def test_no_clipping_under_deepspeed_is_lost_by_name() -> None:
     assert written(described("zero2", training__clip=None))[1]["training.clip"] == "lossy"
     assert written(described("zero2", training__clip=0.5))[0]["deepspeed_config"]["gradient_clipping"] == 0.5
+
+
+@pytest.mark.parametrize("target", ["accelerate", "trainer"])
+def test_what_the_model_is_loaded_in_counts_where_it_is_written_as_where_it_is_read(target: str) -> None:
+    ours = peers.described("terrazzo", {"plan": "zero0", "precision": "bf16-pure"})
+    for loaded, kind in (("bf16", "applied"), ("fp32", "lossy")):
+        writing = dialect(target).write(ours, ReadingContext(load_dtype=loaded))
+        kinds = {each.key: each.kind for each in writing.verdicts}
+        assert {kinds[f"precision.{state}"] for state in ("weight", "master", "moments")} == {kind}

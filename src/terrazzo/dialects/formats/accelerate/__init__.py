@@ -9,10 +9,9 @@ In reading order:
     read_deepspeed      `deepspeed_config`, as the DeepSpeed document that Accelerate's plugin makes of it
     launch_environment  the same document from a rank's environment and plugin objects
     findings            what Accelerate refuses, or takes otherwise than it looks
-    write               which engine the YAML starts; calls the four modules below
+    write               which engine the YAML starts; calls the three modules below
     write_fsdp          `fsdp_config` and `parallelism_config`
     write_deepspeed     `deepspeed_config`
     write_replicas      plain data parallelism
-    write_precision     a verdict on every dtype, by what the engine makes of it
     dialect             the record of these functions, which the registry has by its name
 """

@@ -9,7 +9,8 @@ from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateRea
 from terrazzo.dialects.formats.accelerate.keys import TYPES
 from terrazzo.dialects.formats.accelerate.read_deepspeed import FILE
 from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings
-from terrazzo.dialects.formats.shared.accelerate_stack import AT_ONCE, AXES, axis_faults
+from terrazzo.dialects.formats.shared.accelerate_dtypes import AT_ONCE
+from terrazzo.dialects.formats.shared.accelerate_stack import AXES, axis_faults
 from terrazzo.dialects.formats.shared.fsdp_policy import narrow_sums
 
 __all__ = ["findings"]

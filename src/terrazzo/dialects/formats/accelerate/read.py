@@ -12,7 +12,8 @@ from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateRea
 from terrazzo.dialects.formats.accelerate.keys import TYPES
 from terrazzo.dialects.formats.accelerate.read_deepspeed import read_deepspeed
 from terrazzo.dialects.formats.accelerate.read_fsdp import VERSION, read_fsdp
-from terrazzo.dialects.formats.shared.accelerate_stack import read_axes, stack_precision
+from terrazzo.dialects.formats.shared.accelerate_dtypes import stack_precision, under_fp8
+from terrazzo.dialects.formats.shared.accelerate_stack import read_axes
 from terrazzo.dialects.formats.shared.fsdp_words import offload
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
@@ -75,7 +76,7 @@ def _world(reader: AccelerateReader) -> SettingsByPath:
 def _engine(reader: AccelerateReader, engine: str, half: Setting[Any], settings: SettingsByPath) -> SettingsByPath:
     world = settings["mesh.world"].value if "mesh.world" in settings else reader.context.world
     if engine == "deepspeed":
-        low = Setting("bf16" if half.value == "fp8" else half.value, half.origin, half.key)
+        low = under_fp8(half)
         from_file = {path: setting for path, setting in settings.items() if setting.origin == "file"}
         return read_deepspeed(reader, low, world) | from_file
     if engine == "fsdp":
@@ -95,8 +96,7 @@ def _engine(reader: AccelerateReader, engine: str, half: Setting[Any], settings:
 
 def _precision(reader: AccelerateReader, stack: str, half: Setting[Any]) -> SettingsByPath:
     """fp8 sits on bf16."""
-    under = Setting("bf16" if half.value == "fp8" else half.value, half.origin, half.key)
-    return stack_precision(stack, under, False, reader.context)
+    return stack_precision(stack, under_fp8(half), False, reader.context)
 
 
 def _compile(reader: AccelerateReader, engine: str) -> SettingsByPath:

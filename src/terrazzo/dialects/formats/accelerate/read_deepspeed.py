@@ -11,7 +11,7 @@ from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateRea
 from terrazzo.dialects.formats.nested import DEEPSPEED, load_named, read_nested
 from terrazzo.messages import listed
 
-__all__ = ["FILE", "read_deepspeed"]
+__all__ = ["FILE", "plugin_precision", "read_deepspeed"]
 
 _D = "deepspeed_config"
 FILE = f"{_D}.deepspeed_config_file"
@@ -88,9 +88,18 @@ def _made(reader: AccelerateReader, half: Setting[Any]) -> dict[str, Any]:
         reader.mark(clip.key, "lossy", f"{why} deepspeed_config_file")
     else:
         document["gradient_clipping"] = 1.0 if clip.value is None else clip.value
-    if half.value is not None:
-        document[half.value] = {"enabled": True, **({"auto_cast": True} if half.value == "fp16" else {})}
-    return document
+    return document | _sixteen_bits(half.value)
+
+
+def _sixteen_bits(half: str | None) -> dict[str, Any]:
+    return {} if half is None else {half: {"enabled": True, **({"auto_cast": True} if half == "fp16" else {})}}
+
+
+def plugin_precision(half: str | None, stage: int, context: ReadingContext) -> SettingsByPath:
+    """What DeepSpeed trains in by the document that Accelerate's plugin makes, for the reader and the writer alike."""
+    document = {"zero_optimization": {"stage": stage}, **_sixteen_bits(half)}
+    told = DEEPSPEED.read(document, context).description.items()
+    return {path: setting for path, setting in told if path.startswith("precision.") and setting.is_set}
 
 
 def _zero(reader: AccelerateReader) -> dict[str, Any]:

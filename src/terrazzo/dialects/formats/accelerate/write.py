@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import TIER_PATHS, Description
+from typing import Any
+
+from terrazzo.dialects.core.description import TIER_PATHS, Description, Setting
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.accelerate.keys import KEYS
@@ -25,9 +27,9 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
         if draft.value(f"mesh.{axis}", 1) > 1:
             draft.refuse(f"mesh.{axis}", "Accelerate has no such axis")
     _machines(draft)
-    half = _half(draft, engine)
+    half: Setting[Any] = Setting(_half(draft, engine), "file", "mixed_precision")
     if engine == "DEEPSPEED":
-        write_deepspeed(draft, half)
+        write_deepspeed(draft, half, context)
     elif engine == "FSDP":
         write_fsdp(draft, half, context)
     else:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from terrazzo.dialects.core.agreement import NVME_ONLY
-from terrazzo.dialects.core.description import DATA_AXIS_PATHS, SHARDING_PATHS
+from terrazzo.dialects.core.description import DATA_AXIS_PATHS, SHARDING_PATHS, Setting
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import TWO_AXES
-from terrazzo.dialects.formats.accelerate.write_precision import write_precision
+from terrazzo.dialects.core.wording import as_text
+from terrazzo.dialects.formats.accelerate.read_deepspeed import plugin_precision
+from terrazzo.dialects.formats.shared.accelerate_dtypes import under_fp8
 from terrazzo.dialects.formats.shared.deepspeed_words import BY_PARAMETER, STAGES, WHOLE_BETWEEN_STEPS, write_grad
 from terrazzo.dialects.formats.shared.tiers import ON_CPU, tier_and_share
 
@@ -21,26 +26,35 @@ _LOST = {
 }
 
 
-def write_deepspeed(draft: Draft, half: str | None) -> None:
+def write_deepspeed(draft: Draft, half: Setting[Any], context: ReadingContext) -> None:
     """Write what Accelerate's plugin takes of DeepSpeed's configuration."""
     row = draft.description.row or ""
     stage = STAGES.get(row, 3)
     why = _LOST.get(row, "" if row in STAGES else f"DeepSpeed has no such row: stage {stage} is nearest")
     draft.put(SHARDING_PATHS, f"{_D}.zero_stage", stage, why, "lossy" if why else "applied")
-    low = ("bf16" if half == "fp8" else half) or "fp32"
-    states = ("weight", "reduce", "accumulate", "buffers", "output", "saved")
-    write_precision(draft, {**dict.fromkeys(states, low), "master": "fp32", "moments": "fp32"}, _IN_FILE)
-    if half is None:
-        write_precision(draft, {"compute": "fp32"}, _IN_FILE)
-    for name in ("precision.loss_scaling", "precision.static_loss_scale"):
-        if draft.value(name) is not None:
-            draft.lossy(name, f"DeepSpeed scales by its own defaults: {_IN_FILE}")
-    if draft.value("precision.autocast"):
-        draft.lossy("precision.autocast", f"the whole model is cast: {_IN_FILE}")
+    _precision(draft, half, stage, context)
     _offload(draft, stage)
     _loop(draft)
     _at_ends(draft, stage)
     _axes(draft, stage)
+
+
+def _precision(draft: Draft, half: Setting[Any], stage: int, context: ReadingContext) -> None:
+    """A verdict on every dtype, by the row that the plugin's document is read as."""
+    for path, does in plugin_precision(under_fp8(half).value, stage, context).items():
+        wanted = draft.setting(path)
+        if not wanted.is_set or draft.has_verdict(path):
+            continue
+        if wanted.value == does.value:
+            draft.implied(path, key=half.key)
+        elif path == "precision.loss_scaling":
+            draft.lossy(path, f"DeepSpeed scales by its own defaults: {_IN_FILE}")
+        else:
+            draft.lossy(path, f"it is {as_text(does.value)} there: {_IN_FILE}")
+    if draft.value("precision.static_loss_scale") is not None:
+        draft.lossy("precision.static_loss_scale", f"DeepSpeed scales by its own defaults: {_IN_FILE}")
+    if draft.value("precision.autocast"):
+        draft.lossy("precision.autocast", f"the whole model is cast: {_IN_FILE}")
 
 
 def _offload(draft: Draft, stage: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import DATA_AXIS_PATHS, LOADED, SHARDING_PATHS
+from typing import Any
+
+from terrazzo.dialects.core.description import DATA_AXIS_PATHS, SHARDING_PATHS, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.accelerate.keys import STRATEGIES
-from terrazzo.dialects.formats.accelerate.write_precision import write_autocast, write_precision
-from terrazzo.dialects.formats.shared.accelerate_stack import AT_ONCE
+from terrazzo.dialects.formats.shared.accelerate_dtypes import under_fp8, write_stack_precision
 from terrazzo.dialects.formats.shared.fsdp_words import bare_classes, write_offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, one_axis, shard_ranks
 
@@ -17,7 +18,7 @@ _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 _NAMES = {row: name.upper() for name, row in STRATEGIES.items()}
 
 
-def write_fsdp(draft: Draft, half: str | None, context: ReadingContext) -> None:
+def write_fsdp(draft: Draft, half: Setting[Any], context: ReadingContext) -> None:
     """Write all that Accelerate's FSDP keys can say."""
     near, why = choose_row(draft, _NAMES, "a row that FSDP has, such as zero3")
     row = near or "zero3"
@@ -36,7 +37,7 @@ def write_fsdp(draft: Draft, half: str | None, context: ReadingContext) -> None:
     _activations(draft, version)
     _saving(draft)
     _loading(draft, version)
-    _precision(draft, half, version)
+    write_stack_precision(draft, f"fsdp{version}", under_fp8(half), context, says_accumulation=False)
 
 
 def _row(draft: Draft, row: str, why: str, version: int) -> None:
@@ -169,28 +170,3 @@ def _loading(draft: Draft, version: int) -> None:
         draft.lossy("loading.broadcast", "weights that rank 0 alone loads are sent to all")
     else:
         draft.lossy("loading.broadcast", "under version 2 it goes with fsdp_cpu_ram_efficient_loading")
-
-
-def _precision(draft: Draft, half: str | None, version: int) -> None:
-    """Accelerate lifts trainable weights to fp32, and sums and reduces in the compute dtype what is not reduced yet."""
-    states = ("weight", "master", "moments", "saved")
-    if half is None:
-        write_precision(draft, dict.fromkeys((*states, "compute", "reduce", "accumulate", "buffers"), LOADED), "")
-    else:
-        low = "bf16" if half == "fp8" else half
-        _accumulated(draft, low if draft.value("batch.accumulation", 1) > 1 else "fp32")
-        lifted = {**dict.fromkeys(states, "fp32"), "reduce": low, "output": "fp32"}
-        write_precision(draft, {**lifted, "buffers": low if version == 1 else LOADED}, "Accelerate has no key for it")
-    write_autocast(draft, half)
-    for path in ("precision.loss_scaling", "precision.static_loss_scale"):
-        if draft.value(path) is not None:
-            draft.lossy(path, "Accelerate scales the loss by torch's GradScaler: pass GradScalerKwargs")
-
-
-def _accumulated(draft: Draft, kind: str) -> None:
-    """What gradients of several micro-batches are summed in: `kind`, as long as they are not reduced."""
-    path = "precision.accumulate"
-    if draft.value(path, kind) != kind:
-        draft.lossy(path, f"it is {kind} there: {AT_ONCE}")
-    else:
-        draft.holds(path, "" if kind == "fp32" else "as long as they are not reduced", "mixed_precision")

@@ -1,45 +1,23 @@
-"""What Accelerate and the Trainer on it share: axes, and the precision that they train in, by what stands under it.
-
-What a word such as `bf16: true` means depends on the stack: Accelerate lifts trainable FSDP parameters to fp32 before
-they are sharded, and gathers and reduces in 16 bits; under DDP, weights keep the dtype in which the model was loaded.
-In both it runs the forward under autocast and returns fp32. transformers' own sharding keeps the loaded dtype, and
-reduces in fp32.
-"""
+"""What Accelerate and the Trainer on it share: the axes of a `ParallelismConfig`, read, checked and written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from terrazzo.dialects.core.description import DATA_AXIS_PATHS, LOADED, PARAMETER_DTYPES, Setting, SettingsByPath
-from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.core.description import DATA_AXIS_PATHS, Setting, SettingsByPath
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.formats.shared.fsdp_policy import dtype_of_sums, load_dtype
-from terrazzo.engine import LossScaling
-from terrazzo.words import DTYPE_SPELLINGS
 
 __all__ = [
-    "AT_ONCE",
-    "AUTOCAST",
     "AXES",
     "axis_faults",
     "read_axes",
-    "stack_precision",
-    "stays_as_loaded",
     "write_replica_axes",
 ]
 
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 """Axes of the mesh that a `ParallelismConfig` has a size for."""
-
-AUTOCAST = "Accelerate runs the forward under autocast: norms, softmax and losses compute in fp32"
-
-AT_ONCE = (
-    "GradientAccumulationPlugin(sync_each_batch=True) has each micro-batch's gradients reduced, and summed in fp32"
-)
-"""How gradients of several micro-batches are summed in fp32 under FSDP, which else sums what it has not reduced."""
 
 
 def read_axes(reader: Reader, key: str, *, fsdp: bool) -> SettingsByPath:
@@ -73,44 +51,6 @@ def axis_faults(sizes: Mapping[str, int], stack: str) -> Iterator[tuple[str, str
         yield "dp_shard", "it is 1, also where it is not given: there is nothing to shard over, and Accelerate stops"
     if sizes["sp"] > 1 and stack != "deepspeed":
         yield "sp", "Accelerate splits sequences by Ulysses under DeepSpeed alone"
-
-
-def stays_as_loaded(wanted: str) -> str:
-    """What becomes of a state that is to be in `wanted`, where it has the dtype in which the model is loaded."""
-    edit = f"load it in {wanted}" if wanted in DTYPE_SPELLINGS else f"no setting makes it {wanted}"
-    return f"it has the dtype in which the model is loaded: {edit}"
-
-
-def stack_precision(stack: str, half: Setting[Any], deferred: bool, context: ReadingContext) -> SettingsByPath:
-    """The dtype of every state.
-
-    Args:
-        stack: `fsdp1`, `fsdp2`, `ddp`, or `native` for transformers' own sharding.
-        half: `bf16`, `fp16` or None, with its key.
-        deferred: gradients of several micro-batches are summed before they are reduced.
-    """
-    as_loaded = load_dtype(context, False)
-    row = dict.fromkeys(PARAMETER_DTYPES, as_loaded)
-    if half.value is not None:
-        row |= {"compute": half.value}
-        if stack in ("fsdp1", "fsdp2"):
-            lifted = dict.fromkeys(("weight", "master", "moments", "saved"), "fp32")
-            row |= {**lifted, "reduce": half.value, "accumulate": dtype_of_sums("fp32", half.value, deferred=deferred)}
-        elif stack == "native":
-            row |= {"reduce": "fp32", "accumulate": "fp32"}
-    settings = {f"precision.{state}": Setting(value, "default") for state, value in row.items()}
-    for state in ("compute", "reduce"):
-        if half.value is not None:
-            settings[f"precision.{state}"] = Setting(row[state], half.origin, half.key)
-    scaled = LossScaling() if half.value == "fp16" else None
-    accelerated = stack != "native" and half.value is not None  # prepare_model() wraps the forward
-    return {
-        **settings,
-        "precision.buffers": Setting(half.value if stack == "fsdp1" and half.value else LOADED, "default"),
-        "precision.autocast": Setting(accelerated, half.origin, half.key),
-        "precision.loss_scaling": Setting(scaled, half.origin, half.key),
-        **({"precision.output": Setting("fp32", "default")} if accelerated else {}),
-    }
 
 
 _INSTEAD = {

@@ -10,7 +10,7 @@ from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.keys import BOOLEAN
 from terrazzo.dialects.core.reader import derived
-from terrazzo.dialects.formats.shared.accelerate_stack import stack_precision
+from terrazzo.dialects.formats.shared.accelerate_dtypes import stack_precision
 from terrazzo.dialects.formats.trainer.keys import AT_ONCE, EIGHT_BITS, MATCHED
 from terrazzo.dialects.formats.trainer.read_loop import read_loop
 from terrazzo.dialects.formats.trainer.read_parallel import read_parallel, stack_of

@@ -35,13 +35,12 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     if wants_deepspeed(description):
         return _with_deepspeed(draft, context)
     write_schedule(draft)
-    deferred = draft.value("batch.accumulation", 1) > 1
     if not is_split(description):
         write_ddp(draft, context)
-        write_precision(draft, "ddp", deferred, context)
+        write_precision(draft, "ddp", context)
     else:
         write_fsdp(draft, context)
-        write_precision(draft, "fsdp2", deferred, context)
+        write_precision(draft, "fsdp2", context)
     return draft.finish()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.description import (
     DATA_AXIS_PATHS,
-    LOADED,
     PATHS,
     SHARDING_PATHS,
     TIER_PATHS,
@@ -12,17 +11,11 @@ from terrazzo.dialects.core.description import (
 )
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.wording import as_text
-from terrazzo.dialects.formats.shared.accelerate_stack import (
-    AUTOCAST,
-    stack_precision,
-    stays_as_loaded,
-    write_replica_axes,
-)
+from terrazzo.dialects.formats.shared.accelerate_dtypes import write_stack_precision
+from terrazzo.dialects.formats.shared.accelerate_stack import write_replica_axes
 from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, bare_classes, write_offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, one_axis, shard_ranks
 from terrazzo.dialects.formats.shared.saving_words import write_folder
-from terrazzo.dialects.formats.trainer.keys import AT_ONCE
 
 __all__ = ["write_ddp", "write_fsdp", "write_precision"]
 
@@ -173,7 +166,7 @@ def _state(draft: Draft) -> None:
 # -- precision -----------------------------------------------------------------------------------------------------
 
 
-def write_precision(draft: Draft, stack: str, deferred: bool, context: ReadingContext) -> None:
+def write_precision(draft: Draft, stack: str, context: ReadingContext) -> None:
     """Write `bf16` or `fp16`, and hold every state against what the Trainer makes of it."""
     compute = draft.value("precision.compute")
     master = draft.value("precision.master") or draft.value("precision.weight")
@@ -183,35 +176,4 @@ def write_precision(draft: Draft, stack: str, deferred: bool, context: ReadingCo
     if mixed:
         draft.put("precision.compute", compute, True)
     half = Setting(compute if mixed else None, "file", compute if mixed else "")
-    row = stack_precision(stack, half, deferred, context)
-    for path, does in row.items():
-        wanted = draft.setting(path)
-        if not wanted.is_set or draft.has_verdict(path):
-            continue
-        if wanted.value == does.value or (path == "precision.compute" and mixed):
-            draft.implied(path, key=compute if mixed else "")
-        elif path == "precision.autocast":
-            draft.lossy(
-                path, AUTOCAST if does.value else "without bf16 or fp16 there is none", compute if mixed else ""
-            )
-        elif does.value == LOADED and path not in ("precision.buffers", "precision.loss_scaling"):
-            draft.lossy(path, stays_as_loaded(wanted.value))
-        elif path == "precision.accumulate" and stack == "fsdp2" and deferred:
-            draft.lossy(path, f"gradients are summed in {does.value} until they are reduced, or with {AT_ONCE} in fp32")
-        else:
-            draft.lossy(path, _difference(stack, path, does.value))
-    if draft.value("precision.static_loss_scale"):
-        draft.lossy("precision.static_loss_scale", "the loss scale is dynamic")
-    if not mixed:
-        draft.implied("precision.output")
-
-
-def _difference(stack: str, path: str, does: str | None) -> str:
-    """Why a dtype is another one, and there is no key for it."""
-    if does == LOADED:
-        return f"{path} keeps the dtype in which the model is loaded: cast it in the model"
-    return f"{_words(stack)} has {as_text(does)} for {path}, and no key"
-
-
-def _words(stack: str) -> str:
-    return {"ddp": "DDP under autocast", "fsdp1": "FSDP under Accelerate", "fsdp2": "FSDP2 under Accelerate"}[stack]
+    write_stack_precision(draft, stack, half, context, says_accumulation=True)
