@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -15,6 +16,7 @@ import terrazzo as tz
 from terrazzo.engine import ShardedModule
 from tests.engine.toys import Net, assert_equal, batch, loss_of, mesh_for, on_ranks
 from tests.helpers.cover import places
+from tests.helpers.threads import exclusive
 
 PLANS = ("zero0", "zero1", "zero2", "zero3", "hybrid_shard", "zero3@cpu-all")
 
@@ -195,8 +197,12 @@ def test_states_of_frozen_parameters_are_left_out_with_a_warning() -> None:
         model, optimizer = alone()
         state = optimizer.state_dict()
         model.embed.requires_grad_(False)
+        with exclusive(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match=said):
+                tz.shard(model, optimizer, "zero1")
         with pytest.warns(UserWarning, match=said):
-            tz.shard(model, optimizer, "zero1")
+            tz.shard(model, optimizer, "zero1")  # nothing had been changed
         with pytest.warns(UserWarning, match=said):
             optimizer.load_state_dict(state)
         assert len(optimizer.state_dict()["state"]) == len(state["state"]) - 1

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.instrumentation.label import of_all_ranks
 from terrazzo.engine.interception.sharded_optimizer import make_sharded_optimizer
@@ -23,7 +21,6 @@ from terrazzo.engine.optim.stock.template import Templates, drop_meta_states
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.sharding.compared_facts import ComparedFacts, optimizer_facts
 from terrazzo.engine.sharding.optimizer_checks import assign_checked, checked_templates, templates_of
-from terrazzo.engine.states.given_states import warn_of_unstepped
 from terrazzo.engine.states.restore import FullStates, restore_optimizer
 from terrazzo.errors import Misuse
 
@@ -82,8 +79,12 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     if off_device or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)
         templates = templates_of(optimizer, engine.axes.device)
-    states = _taken_states(optimizer, engine.trainable())
-    warn_of_unstepped(_taken_states(optimizer, engine.buckets()))  # of the others, which are frozen
+    states = {
+        member.name: dict(optimizer.state.pop(member.parameter))
+        for bucket in engine.buckets()
+        for member in bucket.members
+        if member.parameter in optimizer.state
+    }
     of_all = [*engine.drivers.templates, *templates]
     for bucket in (bucket for bucket in stepped if bucket.spec.moments_apart):
         bucket.moments.make_room(engine.store, moment_windows(bucket, of_all, engine.store.settings.cell_numel))
@@ -96,13 +97,3 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
         restore_optimizer(driver, FullStates(states))
     make_sharded_optimizer(optimizer, driver)
     engine.drivers.add(driver, templates)
-
-
-def _taken_states(optimizer: Optimizer, buckets: Iterable[Bucket]) -> dict[str, dict[str, Any]]:
-    """Take out of an optimizer what it has for parameters of some buckets, by their names."""
-    return {
-        member.name: dict(optimizer.state.pop(member.parameter))
-        for bucket in buckets
-        for member in bucket.members
-        if member.parameter in optimizer.state
-    }

@@ -18,6 +18,7 @@ from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.precision import DTYPE_NAMES, Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.sharding.matrix_checks import check_matrices
+from terrazzo.engine.states.given_states import warn_of_unstepped
 from terrazzo.errors import BadInput
 from terrazzo.messages import warn
 
@@ -29,12 +30,17 @@ def assign_checked(
 ) -> None:
     """Note on each member which param group owns it, as `assign_groups` does, of optimizers that can be sharded.
 
+    Warns of states of frozen parameters, before anything is changed: where warnings are errors, nothing has been.
+
     Raises:
         BadInput: as of `check_optimizer` and `assign_groups`.
     """
     for each in optimizers:
         check_optimizer(each, device)
     assign_groups(optimizers, members, first)
+    frozen = [member for member in members if not member.parameter.requires_grad]
+    for each in optimizers:
+        warn_of_unstepped({m.name: each.state[m.parameter] for m in frozen if m.parameter in each.state})
 
 
 def checked_templates(
