@@ -306,7 +306,9 @@ def test_a_row_shows_the_learning_rate_that_its_step_was_taken_with(tmp_path: Pa
     assert len(set(rates)) == 4
 
 
-def test_an_overwriting_run_that_cannot_start_removes_nothing(tmp_path: Path) -> None:
+def test_an_overwriting_run_that_cannot_start_removes_nothing_and_another_says_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained(config_in(tmp_path))
     folder = tmp_path / "run" / "checkpoints"
     saved = complete_checkpoints(folder)
@@ -314,7 +316,9 @@ def test_an_overwriting_run_that_cannot_start_removes_nothing(tmp_path: Path) ->
     with pytest.raises(BadInput):
         trained(config_in(tmp_path, checkpoint=anew, plan={"units": ["NoSuchBlock"]}))
     assert complete_checkpoints(folder) == saved
+    assert "removed" not in capsys.readouterr().out
     trained(config_in(tmp_path, checkpoint=anew, train={"steps": 1}))
+    assert f"anew: removed {Path(saved[0]).name}" in capsys.readouterr().out.replace("\n", " ")
     assert [Path(path).name for path in complete_checkpoints(folder)] == ["step-00000001"]
 
 

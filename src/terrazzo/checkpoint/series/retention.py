@@ -72,11 +72,13 @@ def prune(  # structure: signature fixed by what may be kept
     return gone
 
 
-def clear(folder: str | os.PathLike[str]) -> None:
-    """Remove every complete checkpoint in `folder`, damaged ones too. For one process, as `prune` is."""
+def clear(folder: str | os.PathLike[str]) -> list[str]:
+    """Remove every complete checkpoint in `folder`, damaged too; returns their names. For one process, as `prune`."""
     store = open_store(folder)
-    for name in complete_names(store):
+    names = list(complete_names(store))
+    for name in names:
         _remove(store, name)
+    return names
 
 
 def set_aside(path: str) -> str:

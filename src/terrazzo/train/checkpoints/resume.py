@@ -73,10 +73,14 @@ def suspect_notes(config: Config) -> list[str]:
     return [f"resume: {listed(names)} in {config.checkpoint_folder}, {why}: SUSPECT, not used"]
 
 
-def clear_checkpoints(config: Config) -> None:
-    """Remove what `checkpoint.overwrite` allows to remove. Called by one rank, just before training starts."""
-    if config.checkpoint.resume == "never" and config.checkpoint.overwrite:
-        clear(config.checkpoint_folder)
+def clear_checkpoints(config: Config) -> list[str]:
+    """Remove what `checkpoint.overwrite` allows to, just before training; returns a line about it. For one rank."""
+    if config.checkpoint.resume != "never" or not config.checkpoint.overwrite:
+        return []
+    removed = clear(config.checkpoint_folder)
+    if not removed:
+        return []
+    return [f"anew: removed {listed(removed)} of an earlier run in {config.checkpoint_folder} (checkpoint.overwrite)"]
 
 
 @contextmanager

@@ -212,7 +212,7 @@ def _fill(session: Session, before: _BeforeModel) -> None:
     if before.newest:
         resume_session(session)
     else:  # last, so that nothing is lost to a run that cannot start
-        on_first(lambda: clear_checkpoints(config), BadInput)
+        session.notes += on_first(lambda: clear_checkpoints(config), BadInput)
         session.checkpoints.begin_new_run()
 
 
