@@ -191,13 +191,13 @@ def _ranked(leaders: list[Estimate]) -> TextTable:
         TableColumn("mesh", keep=5),
         TableColumn("checkpointing", keep=7),
         TableColumn("micro-batch", "right", 7),
-        TableColumn("batch", "right", 8),
-        TableColumn("GiB expected", "right", 8),
+        TableColumn("batch", "right", 6),
+        TableColumn("GiB expected", "right"),
         TableColumn("at most", "right", 4),
-        TableColumn("tok/s/GPU", "right", 8),
+        TableColumn("tok/s/GPU", "right"),
         TableColumn("MFU", "right", 6),
         TableColumn("bound by", keep=3),
-        TableColumn("fits", keep=6),
+        TableColumn("fits", keep=8),
     )
     return TextTable(columns, tuple(_ranked_row(each) for each in leaders))
 
