@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from terrazzo.dialects.core.description import Setting, build
 from terrazzo.dialects.core.dialect import ReadingContext
@@ -184,6 +185,59 @@ def test_a_schedule_that_the_trainer_lacks_stays_in_the_document_that_it_obeys(k
     assert told.isdisjoint({"lossy", "refused"})
     for path in ("schedule.name", "schedule.options", "schedule.decay_lag", "schedule.warmup_lag"):
         assert conversion.before.value(path) == conversion.after.value(path)
+
+
+def deepspeed_schedule(kind: str, **start: float) -> dict[str, Any]:
+    params = {"warmup_num_steps": 10, "total_num_steps": 100, "warmup_type": "linear", **start}
+    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+    return {"optimizer": adam, "scheduler": {"type": kind, "params": params}, "train_batch_size": 8}
+
+
+STARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a rate": ("megatron", {"lr": 1e-3, "lr-warmup-init": 1e-4, "lr-warmup-iters": 10, "train-iters": 100}),
+    "a share": ("deepspeed", deepspeed_schedule("WarmupCosineLR", warmup_min_ratio=0.1)),
+    "of its peak": (
+        "deepspeed",
+        deepspeed_schedule("WarmupDecayLR", warmup_min_lr=1e-4, warmup_max_lr=1e-3),
+    ),
+    "the lowest rate": (
+        "trainer",
+        {
+            "lr_scheduler_type": "warmup_stable_decay",
+            "lr_scheduler_kwargs": {"num_decay_steps": 20, "decay_type": "linear", "min_lr_ratio": 0.1},
+            "warmup_steps": 10,
+            "max_steps": 100,
+            "learning_rate": 1e-3,
+        },
+    ),
+}
+"""Warm-ups that start at a tenth of the peak."""
+
+
+@pytest.mark.parametrize("label", STARTS)
+def test_where_warm_up_starts_goes_along_or_is_told(label: str) -> None:
+    source, document = STARTS[label]
+    for target in ("megatron", "deepspeed"):
+        conversion = converted(source, target, document, world=8)
+        assert conversion.before.value("schedule.warmup_start") == pytest.approx(0.1)
+        written = conversion.after["schedule.warmup_start"]
+        assert written.value == pytest.approx(0.1) or conversion.after.value("schedule.name") is None
+    ours = converted(source, "terrazzo", document, world=8)
+    keys = ours.before["schedule.warmup_start"].keys
+    told = [each.why for each in ours.verdicts if each.key in keys and each.kind == "lossy"]
+    assert told and all("a warm-up starts at zero, not at 0.1 of the peak" in why for why in told)
+
+
+def test_a_warm_up_from_zero_is_another_to_the_trainers_stable_schedule() -> None:
+    schedule = {"name": "wsd", "final_fraction": 0.1, "warmup_steps": 10, "decay_steps": 20}
+    document = {"train": {"steps": 100}, "schedule": schedule}
+    told = {each.key: each.why for each in converted("terrazzo", "trainer", document).unsaid}
+    assert "warm-up starts at min_lr_ratio there, 0.1, not at 0" in told["schedule.warmup_start"]
+    optimization = pytest.importorskip("transformers.optimization")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    options = {"num_decay_steps": 20, "min_lr_ratio": 0.1}
+    optimization.get_scheduler("warmup_stable_decay", optimizer, 10, 100, options)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
 def test_a_share_of_the_run_is_in_no_key_of_a_scheduler_that_is_not_written() -> None:

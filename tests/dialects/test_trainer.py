@@ -726,7 +726,7 @@ def test_a_warm_up_from_the_lowest_rate_is_not_lost(target: str, warmup: int) ->
     options = {"num_decay_steps": 8, "decay_type": "linear", "min_lr_ratio": 0.1}
     fields = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": options, "max_steps": 20}
     outcome = {each.key: each for each in converted("trainer", target, {**fields, "warmup_steps": warmup}).verdicts}
-    assert ("warm-up starts at min_lr_ratio" in outcome["lr_scheduler_kwargs"].why) is bool(warmup)
+    assert ("schedule.warmup_start" in outcome["lr_scheduler_kwargs"].why) is bool(warmup)
 
 
 def _rates(name: str, options: dict[str, Any]) -> list[float] | None:

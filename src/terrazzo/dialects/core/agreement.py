@@ -63,7 +63,7 @@ def has_no_effect(description: Description, path: str) -> bool:
         return description.value(f"mesh.{axis}") in (None, 1)
     if path == "optimizer.decay":
         return not description.value("optimizer.weight_decay")
-    if path == "schedule.warmup_lag":
+    if path in ("schedule.warmup_lag", "schedule.warmup_start"):
         return not any(description.value(f"schedule.warmup_{length}") for length in ("steps", "fraction"))
     if path == "schedule.decay_lag":
         level = description.value("schedule.final_fraction") == 1.0

@@ -174,6 +174,7 @@ class ScheduleSection:
     name: Annotated[Setting[str | None], "constant, cosine, linear, wsd, or the source's own name"] = UNSET
     warmup_steps: Annotated[Setting[int | None], "steps of linear warm-up"] = UNSET
     warmup_fraction: Annotated[Setting[float | None], "the same as a share of the run"] = UNSET
+    warmup_start: Annotated[Setting[float | None], "share of the peak that warm-up starts at"] = UNSET
     total_steps: Annotated[Setting[int | None], "optimizer steps of the run"] = UNSET
     decay_steps: Annotated[Setting[int | None], "wsd: length of the final decay"] = UNSET
     decay_shape: Annotated[
@@ -276,7 +277,8 @@ OFF: dict[str, Any] = {
     **dict.fromkeys(("precision.autocast", "training.compile", "activation_checkpointing.offload"), False),
     **dict.fromkeys(("offload.digest", "loading.low_memory", "loading.broadcast", "saving.background"), False),
     **dict.fromkeys(("activation_checkpointing.mode", "saving.export"), "none"),
-    **dict.fromkeys((f"schedule.{name}" for name in ("warmup_steps", "warmup_fraction", "warmup_lag", "decay_lag")), 0),
+    **dict.fromkeys((f"schedule.warmup_{name}" for name in ("steps", "fraction", "start", "lag")), 0),
+    "schedule.decay_lag": 0,
     "precision.rounding": "nearest",
     "precision.gather": "compute",
     "precision.quantized_reduce": "none",

@@ -32,7 +32,7 @@ _OURS += ("torch_compile_backend", "torch_compile_mode", "gradient_accumulation_
 """Fields of TrainingArguments that Terrazzo honours in place of Accelerate. The Trainer itself does the others."""
 _THEIRS = ("optimizer.", "schedule.", "training.clip")
 """Settings that a DeepSpeed document may have, too, and the Trainer carries out."""
-_BY_CLASS = ("optimizer.decay", "schedule.warmup_lag", "schedule.decay_lag")
+_BY_CLASS = ("optimizer.decay", "schedule.warmup_start", "schedule.warmup_lag", "schedule.decay_lag")
 """Those of them that no key says: the classes that run decide them."""
 
 

@@ -31,7 +31,7 @@ def read_schedule(reader: DeepSpeedReader) -> SettingsByPath:
     settings: SettingsByPath = {"schedule.name": Setting(NEUTRAL.get(name.value, name.value), "file", name.key)}
     if name.value in NEUTRAL:
         settings |= _warm_up(reader, SCHEDULER_PARAMS[name.value]) | _end(reader, name.value)
-        settings |= _lags(settings["schedule.warmup_steps"], name)
+        settings |= _lags(settings["schedule.warmup_steps"], name) | _start(reader, name.value, settings)
     return settings | _options(reader, name)
 
 
@@ -53,6 +53,18 @@ def _lags(warm_up: Setting[Any], name: Setting[str]) -> SettingsByPath:
         "schedule.warmup_lag": derived(WARMUP_LAG, warm_up if warm_up.key else name),
         "schedule.decay_lag": derived(DECAY_LAGS.get(name.value, 0), name),
     }
+
+
+def _start(reader: DeepSpeedReader, name: str, settings: Mapping[str, Setting[Any]]) -> SettingsByPath:
+    """Where warm-up starts, of the peak. A rate for each group, or of an unknown peak, is left to the options."""
+    path = "schedule.warmup_start"
+    if "warmup_min_ratio" in SCHEDULER_PARAMS[name]:
+        return {path: reader.take_as(f"{_PARAMS}.warmup_min_ratio", number(high=1.0), 0.0)}
+    key, peak = f"{_PARAMS}.warmup_min_lr", settings.get("optimizer.lr", Setting(None, "default")).value
+    if isinstance(reader.raw(key), list) or (not peak and reader.raw(key)):
+        return {}
+    rate = reader.take_as(key, number(), 0.0, null=True)
+    return {path: derived((rate.value or 0.0) / peak if peak else 0.0, rate, origin=rate.origin)}
 
 
 def _end(reader: DeepSpeedReader, name: str) -> SettingsByPath:

@@ -144,6 +144,7 @@ def _arguments(draft: DeepSpeedDraft, kind: str, warm_up: int) -> None:
     write_lags(draft, WARMUP_LAG if "warmup_num_steps" in known else None, DECAY_LAGS.get(kind, 0))
     if "warmup_num_steps" in known:
         _warm(draft, warm_up)
+        _start(draft, known)
     if "total_num_steps" in known:
         _known(draft, "schedule.total_steps", f"{_SCHEDULE}.total_num_steps")
     elif kind == "WarmupLR":
@@ -167,6 +168,20 @@ def _warm(draft: DeepSpeedDraft, steps: int) -> None:
         draft.holds("schedule.warmup_fraction", "in steps", key)
     if "warmup_type" not in draft.value("schedule.options", {}):
         draft.write(f"{_SCHEDULE}.warmup_type", "linear")
+
+
+def _start(draft: DeepSpeedDraft, known: Mapping[str, Any]) -> None:
+    """Write where warm-up starts: as a share of the peak, or as a rate."""
+    path, peak = "schedule.warmup_start", draft.value("optimizer.lr")
+    share = draft.value(path)
+    if not share:
+        draft.implied(path)
+    elif "warmup_min_ratio" in known:
+        draft.put(path, f"{_SCHEDULE}.warmup_min_ratio", share)
+    elif peak:
+        draft.put(path, f"{_SCHEDULE}.warmup_min_lr", share * peak)
+    else:
+        draft.lossy(path, "DeepSpeed takes the rate itself, for which the peak is not known: set warmup_min_lr")
 
 
 def _peak_and_end(draft: DeepSpeedDraft, kind: str) -> None:

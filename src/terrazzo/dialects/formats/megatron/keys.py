@@ -173,9 +173,7 @@ _TRAINING = {
     "lr-warmup-iters": Key(integer(), 0, "steps of linear warm-up"),
     "lr-warmup-samples": Key(integer(), 0, "the same in sequences"),
     "lr-warmup-fraction": Key(number(high=1), None, "the same as a share of the decay's length"),
-    "lr-warmup-init": Key(
-        ANY, 0.0, "rate at the first step of the warm-up", "lossy", "a warm-up begins at zero: its first steps differ"
-    ),
+    "lr-warmup-init": Key(number(), 0.0, "rate that the warm-up starts at"),
     "min-lr": Key(number(), 0.0, "lowest learning rate"),
     "clip-grad": Key(number(), 1.0, "largest global gradient norm; 0: no clipping"),
     "seed": Key(integer(), 1234, "seed of the run"),

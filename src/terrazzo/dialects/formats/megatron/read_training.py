@@ -140,7 +140,17 @@ def _schedule(reader: Reader, whole: Setting[Any]) -> SettingsByPath:
         )
     settings |= _warmup(reader, whole, decay)
     warmup = settings.get("schedule.warmup_fraction") or settings["schedule.warmup_steps"]
-    return settings | {"schedule.warmup_lag": derived(1, warmup), "schedule.decay_lag": derived(1, name)}
+    settings |= {"schedule.warmup_lag": derived(1, warmup), "schedule.decay_lag": derived(1, name)}
+    return settings | _start(reader)
+
+
+def _start(reader: Reader) -> SettingsByPath:
+    """Where warm-up starts, of the peak."""
+    rate, peak = reader.take("lr-warmup-init"), reader.take("lr").value
+    if rate.value and not peak:
+        reader.keep(rate.key, "of which peak it is a part, is not known: set lr")
+        return {}
+    return {"schedule.warmup_start": derived(rate.value / peak if peak else 0.0, rate, origin=rate.origin)}
 
 
 def _steps(reader: Reader, whole: Setting[Any], key: str, in_samples: str) -> Setting[Any]:

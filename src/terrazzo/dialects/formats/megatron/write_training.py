@@ -130,6 +130,7 @@ def _schedule(draft: Draft) -> None:
     elif name is not None:
         draft.option("schedule.name", "lr-decay-style")
     _lowest(draft, name)
+    _start(draft)
     write_lags(draft, 1, 1)
 
 
@@ -139,6 +140,17 @@ def _final_decay(draft: Draft, steps: int | None) -> None:
         why = "" if steps else "a fifth of the run"
         draft.write(key := "lr-wsd-decay-iters", steps or max(1, total // 5))
         draft.holds("schedule.decay_steps", why, key)
+
+
+def _start(draft: Draft) -> None:
+    path, peak = "schedule.warmup_start", draft.value("optimizer.lr")
+    share = draft.value(path)
+    if not share:
+        draft.implied(path)
+    elif peak:
+        draft.put(path, "lr-warmup-init", share * peak)
+    else:
+        draft.lossy(path, "Megatron-LM takes the rate itself, for which the peak is not known: set lr-warmup-init")
 
 
 def _lowest(draft: Draft, name: str | None) -> None:

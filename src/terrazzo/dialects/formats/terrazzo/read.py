@@ -252,6 +252,7 @@ def _sequences(reader: _SchemaReader, ranks: Setting[Any]) -> SettingsByPath:
 def _lags(settings: Mapping[str, Setting[Any]]) -> SettingsByPath:
     """The first step has a part of the peak, and the last one of the run the least."""
     return {
+        "schedule.warmup_start": Setting(0.0, "default"),
         "schedule.warmup_lag": derived(0, settings["schedule.warmup_steps"]),
         "schedule.decay_lag": derived(0, settings["schedule.name"]),
     }

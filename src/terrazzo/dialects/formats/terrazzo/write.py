@@ -270,6 +270,9 @@ def _warmup(draft: TerrazzoDraft) -> None:
         draft.holds("schedule.warmup_fraction", "in steps", "schedule.warmup_steps")
     elif share:
         draft.lossy("schedule.warmup_fraction", "the length of the run is not known: set schedule.warmup_steps")
+    start, path = draft.value("schedule.warmup_start"), "schedule.warmup_start"
+    if start and not has_no_effect(draft.description, path):
+        draft.lossy(path, f"a warm-up starts at zero, not at {start:g} of the peak")
 
 
 def _decay(draft: TerrazzoDraft) -> None:

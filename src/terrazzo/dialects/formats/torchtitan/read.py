@@ -237,6 +237,7 @@ def _schedule(reader: Reader) -> SettingsByPath:
         "schedule.total_steps": total,
         "schedule.warmup_steps": warmup,
         "schedule.final_fraction": reader.take("lr_scheduler.min_lr_factor"),
+        "schedule.warmup_start": Setting(0.0, "default"),
         "schedule.warmup_lag": Setting(0, "default"),
         "schedule.decay_lag": derived(1, kind, ratio),
     }

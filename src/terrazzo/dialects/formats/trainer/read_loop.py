@@ -69,18 +69,21 @@ def _schedule(reader: TrainerReader) -> SettingsByPath:
     options = _ScheduleOptions(reader.raw("lr_scheduler_kwargs"))
     settings |= _warmup(reader, word) | _shape(reader, word, options)
     settings |= {
+        "schedule.warmup_start": _start(word, settings),
         "schedule.warmup_lag": derived(1, reader.take("warmup_steps")),
         "schedule.decay_lag": derived(1, settings["schedule.name"]),
     }
-    final = settings.get("schedule.final_fraction")
     bent = [] if (left := options.left()) is None else [f"{left}further arguments of Hugging Face's schedule"]
-    if word == "warmup_stable_decay" and reader.raw("warmup_steps") and final is not None and final.value:
-        bent.append("its warm-up starts at min_lr_ratio, and not at 0")
     if bent:
         reader.keep("lr_scheduler_kwargs", "; ".join(bent))
     else:
         reader.keep("lr_scheduler_kwargs", "they say nothing more", loss="harmless")
     return settings
+
+
+def _start(word: str, settings: Mapping[str, Setting[Any]]) -> Setting[Any]:
+    """Where warm-up starts: warmup_stable_decay never goes below its min_lr_ratio."""
+    return settings["schedule.final_fraction"] if word == "warmup_stable_decay" else Setting(0.0, "default")
 
 
 class _ScheduleOptions:

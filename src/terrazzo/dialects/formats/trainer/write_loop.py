@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.shared.batch_words import GLOBAL_BATCH_FOLLOWS, size_follows
 from terrazzo.dialects.formats.shared.schedule_words import write_lags
@@ -155,8 +156,11 @@ def _stable(draft: Draft, final: float) -> None:
     arguments = {"num_decay_steps": decay or max(1, total // 5), "decay_type": words.get(shape, "linear")}
     draft.put(("schedule.name", "schedule.final_fraction"), kind, "warmup_stable_decay")
     draft.put(("schedule.decay_steps", "schedule.decay_shape"), options, {**arguments, "min_lr_ratio": final})
-    if final and (draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_fraction")):
-        draft.lossy("schedule.final_fraction", "warm-up starts at min_lr_ratio there, not at 0", options)
+    start, path = draft.value("schedule.warmup_start", 0.0), "schedule.warmup_start"
+    if final != start and not has_no_effect(draft.description, path):
+        draft.lossy(path, f"warm-up starts at min_lr_ratio there, {final:g}, not at {start:g} of the peak", options)
+    else:
+        draft.implied(path, key=options)
     if shape not in words:
         draft.lossy("schedule.decay_shape", f"the final decay is {', '.join(DECAY_SHAPES)} there: linear", options)
 
