@@ -128,6 +128,7 @@ BESIDE: dict[str, dict[str, Document]] = {
         "main-params": {**_MEGATRON, "use-precision-aware-optimizer": True},
         "optimizer-offload": {**_MEGATRON, "optimizer-cpu-offload": True},
         "sgd": {**_MEGATRON, "optimizer": "sgd"},
+        "lr-warmup-init": {**_MEGATRON, "lr-warmup-iters": 100},
         "lr-wsd": {**_MEGATRON, "lr-decay-style": "WSD", "train-iters": 100},
         "recompute-": {**_MEGATRON, "recompute-granularity": "full"},
         "recompute-granularity": _MEGATRON,
