@@ -321,6 +321,19 @@ def test_what_is_lost_of_a_deepspeed_document_is_named_in_one_warning(
     assert len(caught) == 1
 
 
+def test_a_warm_up_that_starts_above_zero_in_a_deepspeed_document_alone_is_refused(tmp_path: Path) -> None:
+    from terrazzo.integrations.transformers.requested import describe
+
+    arguments = _arguments(tmp_path, lr_scheduler_type="linear", learning_rate=1e-3, warmup_steps=2, max_steps=8)
+    steps = {"warmup_num_steps": "auto", "total_num_steps": "auto", "warmup_type": "linear", "warmup_max_lr": "auto"}
+    schedule = {"type": "WarmupDecayLR", "params": {**steps, "warmup_min_lr": 1e-4}}
+    arguments.deepspeed = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"}
+    arguments.deepspeed |= {"gradient_clipping": "auto", "scheduler": schedule}
+    arguments.deepspeed |= {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    with pytest.raises(BadInput, match=r"warmup_min_lr is 0\.1, not 0\.0 of the peak"):
+        describe(arguments, torch.float32)
+
+
 def test_a_deepspeed_document_must_agree_with_the_arguments(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="TrainingArguments(deepspeed=...) want it")
     from terrazzo.integrations.transformers.requested import describe

@@ -32,8 +32,10 @@ _OURS += ("torch_compile_backend", "torch_compile_mode", "gradient_accumulation_
 """Fields of TrainingArguments that Terrazzo honours in place of Accelerate. The Trainer itself does the others."""
 _THEIRS = ("optimizer.", "schedule.", "training.clip")
 """Settings that a DeepSpeed document may have, too, and the Trainer carries out."""
-_BY_CLASS = ("optimizer.decay", "schedule.warmup_start", "schedule.warmup_lag", "schedule.decay_lag")
+_BY_CLASS = ("optimizer.decay", "schedule.warmup_lag", "schedule.decay_lag")
 """Those of them that no key says: the classes that run decide them."""
+_SHARES = {"schedule.warmup_start": " of the peak"}
+"""What a value is a part of, where its key may be a rate."""
 
 
 def requested_setup(
@@ -99,12 +101,13 @@ def _check_deepspeed(document: Mapping[str, Any], context: ReadingContext) -> No
     own = read_document(dialect("trainer"), {**document, "deepspeed": None}, context).description
     differing = [path for path in PATHS if path.startswith(_THEIRS) and not agree_on(path, both, own)]
     told = [
-        f"{both[path].key or path} is {both.value(path)!r}, not {own.value(path)!r}"
+        f"{both[path].key or path} is {both.value(path)!r}, not {own.value(path)!r}{_SHARES.get(path, '')}"
         for path in differing
         if path not in _BY_CLASS
     ]
     if told:
-        raise BadInput(f'The DeepSpeed document contradicts TrainingArguments: {"; ".join(told)}. Say "auto" there.')
+        apart = "; ".join(told)
+        raise BadInput(f'The DeepSpeed document contradicts TrainingArguments: {apart}. Say "auto" there, or nothing.')
     for path in differing:
         warn_once(
             f"{both[path].key}: the Trainer's own optimizer and schedule run, of which {path} ({MEANING[path]}) is"
