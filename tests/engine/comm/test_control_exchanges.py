@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -36,9 +36,18 @@ ACTS: dict[str, Callable[[Collectives], Any]] = {
     "floats": lambda along: along.maximum(torch.zeros(2, dtype=torch.float64)),
     "rows": lambda along: along.gather_rows(torch.zeros(2, dtype=torch.int64)),
     "sent": lambda along: along.broadcast(torch.zeros(2, dtype=torch.int64)),
+    "sent by another": lambda along: along.broadcast(torch.zeros(2, dtype=torch.int64), 1),
     "much sent": lambda along: along.broadcast(torch.zeros(MANY, dtype=torch.int64)),
 }
-PAIRS = [("two", "many"), ("many", "more"), ("two", "floats"), ("two", "rows"), ("sent", "rows"), ("much sent", "many")]
+PAIRS = [
+    ("two", "many"),
+    ("many", "more"),
+    ("two", "floats"),
+    ("two", "rows"),
+    ("sent", "rows"),
+    ("sent", "sent by another"),
+    ("much sent", "many"),
+]
 
 
 def what_comes_apart() -> list[str]:
@@ -126,6 +135,34 @@ def test_all_ranks_of_all_axes_hear_where_each_is(elsewhere: int) -> None:
     (said,) = {*on_ranks(4, body)}
     others = ", ".join(str(rank) for rank in range(4) if rank != elsewhere)
     assert f"rank {elsewhere} at the norm of all gradients" in said and f"ranks {others} at tz.EMA(model)" in said
+
+
+OVER: dict[str, Callable[[Axes, Sequence[str]], Any]] = {
+    "maximum": lambda axes, over: axes.anywhere(False, over),
+    "rows": lambda axes, over: axes.rows(torch.zeros(3), over),
+    "broadcast": lambda axes, over: axes.broadcast(torch.zeros(3), over),
+    "total": lambda axes, over: axes.total(torch.zeros(3), over),
+    "differing": lambda axes, over: axes.differing({"a": 1}, over),
+}
+
+
+@pytest.mark.parametrize("act", OVER)
+@pytest.mark.parametrize("fewer", [(0, 2), (3,)])
+def test_the_same_over_fewer_axes_is_something_else(act: str, fewer: tuple[int, ...]) -> None:
+    """Each would have what is of its own row for what is of all, and nobody would hear of it."""
+
+    def body(rank: int) -> str:
+        axes = Axes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")), Tally())
+        try:
+            with labelled(calling("tz.EMA(model)")):
+                OVER[act](axes, ["dp_shard"] if rank in fewer else axes.data)
+                axes.meet(axes.data)  # of ranks whom the values of the first have reached
+        except tz.RanksApart as apart:
+            return str(apart)
+        return ""
+
+    for said in on_ranks(4, body):
+        assert "numbers along dp_shard)" in said and "numbers along dp_shard and dp_replicate)" in said, said
 
 
 @pytest.mark.parametrize("numel", [0, 3, MANY])

@@ -2,9 +2,9 @@
 
 gloo ends a process when a message is longer than the place for it, and adds up what does not belong together where it
 is not. So the first message of each of them is a row of one size, whatever it is for: the code of its label, what is
-done, with how many bytes, and the values themselves, where they fit. All ranks have the rows of all, and go on where
-they are about to do the same; else all raise. What does not fit in a row follows in a collective of its own, of which
-then all ranks know the size. What is counted are the values, and not the rows around them.
+done, with how many numbers and over which axes, and the values themselves, where they fit. All ranks have the rows of
+all, and go on where they are about to do the same; else all raise. What does not fit in a row follows in a collective
+of its own, of which then all ranks know the size. What is counted are the values, and not the rows around them.
 
 What is in a device's memory, NCCL exchanges, and the host does not wait to compare: that leaves a trail instead.
 """
@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,12 +32,13 @@ __all__ = ["ControlExchanges", "all_gather_single", "carried"]
 
 _HEAD, _ROOM_BYTES = struct.Struct("<QQ"), 1024
 """Of a row: the code of the label, a hash of what is done; and room for values."""
-_FROM_ONE = "a broadcast"
-"""Its rows go through the host of a device's memory, too: it is no part of a step, so that the host may wait."""
 
 
 class ControlExchanges:
     """The exchanges of a few numbers along one mesh axis.
+
+    Each may be a part of one over several axes, and is told `over` which; by default over this one alone. Ranks that
+    exchange the same over other axes are apart: one would take for the whole what another has of a part.
 
     Attributes:
         links: to the other ranks.
@@ -62,7 +63,7 @@ class ControlExchanges:
         """The process group that carries `values`."""
         return self.links.group if values.is_cuda else self.links.host_group
 
-    def maximum(self, values: Tensor, timeout_s: float | None = None) -> Tensor:
+    def maximum(self, values: Tensor, timeout_s: float | None = None, over: Sequence[str] = ()) -> Tensor:
         """The elementwise maximum over the ranks, in place, for small control data; blocks.
 
         Args:
@@ -75,14 +76,14 @@ class ControlExchanges:
         self.traffic.record("control", values.nbytes, axis=self.axis)
         patience = None if timeout_s is None else timedelta(seconds=timeout_s)
         with self._waiting_for_all("control") if patience is None else contextlib.nullcontext():
-            if (rows := self._told("a maximum", values, patience)) is not None:
+            if (rows := self._told("a maximum", values, over, patience)) is not None:
                 values.copy_(rows.amax(0))
             else:
                 work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group_for(values), async_op=True)
                 _wait(work, patience)
         return values
 
-    def gather_rows(self, values: Tensor) -> Tensor:
+    def gather_rows(self, values: Tensor, over: Sequence[str] = ()) -> Tensor:
         """Every rank's `values`, stacked in rank order along a new first dim, for small control data; blocks.
 
         Raises:
@@ -90,12 +91,12 @@ class ControlExchanges:
         """
         self.traffic.record("control", values.nbytes, axis=self.axis)
         with self._waiting_for_all("control"):
-            if (rows := self._told("rows", values)) is None:
+            if (rows := self._told("rows", values, over)) is None:
                 rows = values.new_empty((self.size, *values.shape))
                 all_gather_single(rows.view(-1), values.reshape(-1), group=self._group_for(values))
         return rows
 
-    def broadcast(self, values: Tensor, source: int = 0) -> None:
+    def broadcast(self, values: Tensor, source: int = 0, over: Sequence[str] = ()) -> None:
         """Overwrite `values` with those of one rank of the axis, by default of the first; blocks.
 
         Raises:
@@ -103,30 +104,42 @@ class ControlExchanges:
         """
         self.traffic.record("broadcast", values.nbytes if self.rank == source else 0, axis=self.axis)
         with self._waiting_for_all("broadcast"):
-            if (rows := self._told(_FROM_ONE, values)) is not None:
+            act = f"a broadcast from rank {self.links.ranks[source]}"
+            if (rows := self._told(act, values, over, on_host=True)) is not None:
                 values.copy_(rows[source])
             else:
                 dist.broadcast(carried(values), group=self._group_for(values), group_src=source)
 
-    def _told(self, act: str, values: Tensor, patience: timedelta | None = None) -> Tensor | None:
+    def _told(
+        self,
+        act: str,
+        values: Tensor,
+        over: Sequence[str],
+        patience: timedelta | None = None,
+        on_host: bool = False,
+    ) -> Tensor | None:
         """What every rank has for `act`, `[ranks, *values.shape]`; None where that does not fit in its row.
+
+        Args:
+            on_host: whether the host compares rows of what is in a device's memory too: where it may wait, outside of
+                steps.
 
         Raises:
             PlacesDiffer: on every rank of the axis, where they are not about to do the same.
         """
-        if values.is_cuda and act != _FROM_ONE:
+        if values.is_cuda and not on_host:
             self._leave_trail()
             return None
-        label, numel = moving.get(), values.numel()
+        label, dtype, axes = moving.get(), str(values.dtype).removeprefix("torch."), " and ".join(over or (self.axis,))
+        detail = f"{act} of {values.numel()} {dtype} numbers along {axes or 'an axis'}"
         fits = not values.is_cuda and values.nbytes <= _ROOM_BYTES
-        head = _HEAD.pack(label.code, zlib.crc32(f"{act} {numel} {values.dtype}".encode()))
+        head = _HEAD.pack(label.code, zlib.crc32(detail.encode()))
         message = head + (_bytes_of(values) if fits else b"")
         rows = self._rows_of_all(message.ljust(_HEAD.size + _ROOM_BYTES, b"\0"), patience)
         if not all(each.startswith(head) for each in rows):
             codes = [_HEAD.unpack_from(each)[0] for each in rows]
             places = {rank: label.of_code(code).place() for rank, code in zip(self.links.ranks, codes, strict=True)}
-            own = label.place(f"{act} of {numel} {str(values.dtype).removeprefix('torch.')} numbers")
-            raise PlacesDiffer(places | {self.links.ranks[self.rank]: own})
+            raise PlacesDiffer(places | {self.links.ranks[self.rank]: label.place(detail)})
         if not fits:
             return None
         told = bytearray().join(each[_HEAD.size : len(message)] for each in rows)

@@ -38,8 +38,8 @@ class Axes:
     summed.
 
     Methods that span several ranks are told over which axes. Those that block raise `RanksApart` on every rank of the
-    mesh, with the place of each, where one has come to something else; nothing is exchanged from then on. These are the
-    sets of all ranks that:
+    mesh, with the place of each, where one has come to something else, or to the same over other axes; nothing is
+    exchanged from then on. These are the sets of all ranks that:
 
         data            see other data, in this stage and replica
         same_data       see the same data, there
@@ -170,12 +170,12 @@ class Axes:
         """The collectives that states and gradients go through: of each axis of `within_stage`, and of `edp`."""
         return [self._collectives[axis] for axis in (*self.within_stage, *(("edp",) if self.has_experts else ()))]
 
-    def _live_links(self, axes: Iterable[str]) -> list[Collectives]:
-        """The collectives of the axes with more than one rank, for an exchange that comes now."""
+    def _live_links(self, axes: Iterable[str]) -> dict[str, Collectives]:
+        """The collectives of the axes with more than one rank, for an exchange over all of them that comes now."""
         live = self.live(axes)
         if not {*live}.isdisjoint(self.replica_axis):
             self._before_replicas_meet()
-        return [*map(self.along, live)]
+        return {axis: self.along(axis) for axis in live}
 
     def maximum(self, values: Tensor, axes: Iterable[str], timeout_s: float | None = None) -> Tensor:
         """The elementwise maximum over all ranks of the axes, in place; blocks.
@@ -183,21 +183,23 @@ class Axes:
         Args:
             timeout_s: as for `Collectives.maximum`, along each axis.
         """
-        for along in self._live_links(axes):
-            along.maximum(values, timeout_s)
+        links = self._live_links(axes)
+        for along in links.values():
+            along.maximum(values, timeout_s, over=[*links])
         return values
 
     def rows(self, values: Tensor, axes: Iterable[str]) -> Tensor:
         """The 1-D `values` of all ranks of the axes, as rows; blocks."""
-        rows = values.unsqueeze(0)
-        for along in self._live_links(axes):
-            rows = along.gather_rows(rows).flatten(0, 1)
+        rows, links = values.unsqueeze(0), self._live_links(axes)
+        for along in links.values():
+            rows = along.gather_rows(rows, over=[*links]).flatten(0, 1)
         return rows
 
     def total(self, value: Tensor, axes: Iterable[str], reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
         """`reduce` of the values of the ranks of `axes`, on rows in rank order: all ranks get equal bits; blocks."""
-        for along in self._live_links(axes):
-            value = reduce(along.gather_rows(value), dim=0)
+        links = self._live_links(axes)
+        for along in links.values():
+            value = reduce(along.gather_rows(value, over=[*links]), dim=0)
         return value
 
     def break_off(self) -> None:
@@ -230,16 +232,21 @@ class Axes:
             ]
         )
         highest, lowest = both = torch.stack([checksums, ~checksums])
-        for along in links:
-            along.maximum(both)
+        for along in links.values():
+            along.maximum(both, over=[*links])
         return [name for name, same in zip(facts, (highest == ~lowest).tolist(), strict=True) if not same]
 
     def broadcast(self, values: Tensor, axes: Iterable[str]) -> None:
-        """Overwrite `values` with those of the first rank of the axes; blocks. They cross outer links once."""
-        live, links = self.live(axes), self._live_links(axes)
-        for position in reversed(range(len(live))):
-            if self.is_first(live[:position]):
-                links[position].broadcast(values)
+        """Overwrite `values` with those of the first rank of the axes; blocks. They cross outer links once.
+
+        Where ranks are apart, those to which nobody who knows that sends or brings anything have these values. They
+        hear it in what they exchange next with one who knows.
+        """
+        links = self._live_links(axes)
+        over = [*links]
+        for position, along in reversed([*enumerate(links.values())]):
+            if self.is_first(over[:position]):
+                along.broadcast(values, over=over)
 
 
 def _checksum(fact: object) -> int:
