@@ -420,9 +420,24 @@ def test_every_verb_reads_the_toml_of_torchtitan(titan: Path, tmp_path: Path) ->
 def test_what_a_script_has_in_code_is_said_to_be_left(ds: Path, tmp_path: Path) -> None:
     written = run("convert", ds, "--to", "terrazzo", "--world", 2, "--partial", "-o", tmp_path / "new.yaml")
     assert "left:    model and data, which DeepSpeed JSON does not have." in written.output
+    assert "Without them `terrazzo train` takes a small decoder and the texts" in written.output
     assert "left:" not in run("convert", ds, "--to", "fsdp2", "--world", 2, "--partial").output
     again = run("convert", tmp_path / "new.yaml", "--to", "terrazzo", "--partial", "-o", tmp_path / "again.yaml")
     assert "written:" in again.output and "left:" not in again.output
+
+
+def test_units_of_a_model_are_said_to_want_that_model(tmp_path: Path) -> None:
+    """The small decoder has no such modules: a run without a model is refused."""
+    wrapped = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+    section = {"fsdp_version": 2, **{f"fsdp_{name}": value for name, value in wrapped.items()}}
+    source, out = tmp_path / "accelerate.yaml", tmp_path / "own.yaml"
+    source.write_text(json.dumps({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": section}))
+    said = " ".join(run("convert", source, "--to", "terrazzo", "-o", out).output.split())
+    assert (
+        "plan.units names modules of the model to give, LlamaDecoderLayer: model.kind huggingface, model.path" in said
+    )
+    assert "a small decoder" not in said
+    assert "matches no module of Decoder" in run("check", out).output
 
 
 def test_training_arguments_are_read_by_their_own_reader(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from terrazzo.dialects.verbs.precision_table import COLUMNS, Cost, costs, precis
 from terrazzo.dialects.verbs.understand import Understood, understand
 from terrazzo.documents import format_of
 from terrazzo.errors import BadInput
-from terrazzo.messages import GIB, counted
+from terrazzo.messages import GIB, counted, listed
 
 __all__ = ["Dialects", "convert_config"]
 
@@ -120,11 +120,20 @@ def _say_what_is_left(conversion: Conversion, *, stderr: bool) -> None:
     """Say which sections the user still has to write, if the source is a configuration that goes with a script."""
     missing = [name for name in OF_USER if name not in conversion.document]
     if missing and conversion.target.name == "terrazzo" and conversion.source is not conversion.target:
-        say(
-            f"left:    {' and '.join(missing)}, which {conversion.source.title} does not have. Without them"
-            " `terrazzo train` takes a small decoder and the texts of Python's standard library.",
-            stderr=stderr,
-        )
+        left = f"left:    {' and '.join(missing)}, which {conversion.source.title} does not have."
+        say(f"{left} {_without(missing, conversion.document)}", stderr=stderr)
+
+
+def _without(missing: Sequence[str], document: Mapping[str, Any]) -> str:
+    """What `terrazzo train` does without sections. It has no model of its own for units of another."""
+    texts = "the texts of Python's standard library"
+    units = document.get("plan", {}).get("units")
+    if "model" not in missing or not units:
+        own = {"model": "a small decoder", "data": texts}
+        return f"Without them `terrazzo train` takes {' and '.join(own[name] for name in missing)}."
+    named = listed([units] if isinstance(units, str) else units)
+    needed = f"plan.units names modules of the model to give, {named}: model.kind huggingface, model.path its folder."
+    return f"{needed} Without data `terrazzo train` takes {texts}." if "data" in missing else needed
 
 
 def _counts(verdicts: Sequence[KeyVerdict]) -> str:
