@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,25 @@ def test_the_engine_is_the_one_that_has_the_row(row: str, engine: str) -> None:
 def test_replicas_on_cpus_are_no_replicas_on_gpus() -> None:
     document, _ = written(described("zero0", training__device="cpu"))
     assert (document["distributed_type"], document["use_cpu"]) == ("MULTI_CPU", True)
+
+
+def test_ranks_that_nothing_says_are_asked_for(tmp_path: Path) -> None:
+    """Of several machines too, which torchrun and Slurm tell Terrazzo, and this launcher is told in the file."""
+    writing = DIALECT.write(described("zero3"))
+    (lacking,) = writing.missing
+    assert (lacking.target, lacking.kind, "--num_machines" in lacking.why) == ("num_processes", "lossy", True)
+    with pytest.raises(ValueError, match="manually pass in `--num_processes`"):
+        launched(writing.document, tmp_path)
+    assert not DIALECT.write(described("zero3", mesh__world=8)).missing
+
+
+@pytest.mark.parametrize("row", ["zero3", "hybrid_shard"])
+def test_the_version_of_fsdp_is_named_where_it_is_written(row: str) -> None:
+    writing = DIALECT.write(described(row))
+    section = writing.document["fsdp_config"]
+    said = {each.key: each.target for each in writing.verdicts}["sharding.weight"]
+    assert said.split(", ")[0] == "fsdp_config.fsdp_version"
+    assert f"fsdp_{'reshard_after_forward' if section['fsdp_version'] == 2 else 'sharding_strategy'}" in said
 
 
 @pytest.mark.parametrize(("row", "mixed"), [("zero3", "no"), ("zero2", "bf16")])

@@ -16,6 +16,11 @@ from terrazzo.dialects.formats.shared.plan_rows import is_split
 
 __all__ = ["write"]
 
+_ON_COMMAND_LINE = (
+    "accelerate launch stops without --num_processes, the ranks of all machines, and takes one machine where"
+    " --num_machines does not say more"
+)
+
 
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """A file that `accelerate launch --config_file` takes, with a verdict for every setting."""
@@ -57,6 +62,8 @@ def _engine(draft: Draft) -> str:
 def _machines(draft: Draft) -> None:
     if draft.value("mesh.world") is not None:
         draft.put("mesh.world", "num_processes", draft.value("mesh.world"))
+    else:
+        draft.missing("mesh.world", "num_processes", _ON_COMMAND_LINE)
     if draft.value("mesh.nodes", 1) > 1:
         each = "each machine is told its machine_rank, and the main_process_ip of the first"
         draft.put("mesh.nodes", "num_machines", draft.value("mesh.nodes"), each)

@@ -41,14 +41,19 @@ def write_fsdp(draft: Draft, half: Setting[Any], context: ReadingContext) -> Non
 
 
 def _row(draft: Draft, row: str, why: str, version: int) -> None:
-    """Write the row under the key of the version."""
+    """Write the row under the key of the version; both keys say it."""
     key: str = f"{_F}reshard_after_forward"
     value: bool | str = row in ("zero3", "hybrid_shard")
     if version == 1:
         key, value = f"{_F}sharding_strategy", _NAMES[row]
     one = row in HYBRID_ROWS and version == 2 and draft.value("mesh.dp_replicate") == 1
-    note = why or ("one replica: it is split over all ranks" if one else "")
-    draft.put(SHARDING_PATHS, key, value, note, "lossy" if why else "applied")
+    note = "one replica: it is split over all ranks" if one else ""
+    draft.write(key, value)
+    both = f"{_F}version, {key}"
+    if why:
+        draft.lossy(SHARDING_PATHS, why, both)
+    else:
+        draft.implied(SHARDING_PATHS, note, both)
 
 
 def _sizes(draft: Draft, row: str, version: int, shards: int | None) -> None:
