@@ -16,11 +16,12 @@ One micro-batch, in the order in which torch calls them:
       a parameter's gradient is accumulated     BackwardHooks.accumulate_gradient   it moves into the bucket
     backward returns                            BackwardHooks.end              BackwardPass.end, then Agreement
 
-    driven_parts    the parts of a model that hooks drive, and what is asked of its optimizers
-    backward_hooks  what torch calls in a backward, and who else hears of gradients
-    module_tree     modules and parameters that have come to the model after it was sharded, which a forward looks for
-    forward_hooks   what torch calls in a forward
-    model_hooks     both of one model: puts them on it, and passes on what the engine asks of them
+    driven_parts     the parts of a model that hooks drive, and what is asked of its optimizers
+    backward_hooks   what torch calls in a backward, and who else hears of gradients
+    module_tree      modules and parameters that have come to the model after it was sharded, which a forward looks for
+    broken_promises  what runs otherwise than the memory bill and the promised traffic were made for: said once each
+    forward_hooks    what torch calls in a forward
+    model_hooks      both of one model: puts them on it, and passes on what the engine asks of them
 
 Read them in that order. What watches outputs and saved weights is in `autograd`; hooks around an optimizer's step are
 in `optim/driver`.

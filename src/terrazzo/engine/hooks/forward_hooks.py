@@ -20,6 +20,7 @@ from terrazzo.engine.buckets.take_over import take_over_edits
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.buckets.weights.full_memory import Storages
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks
+from terrazzo.engine.hooks.broken_promises import BrokenPromises
 from terrazzo.engine.hooks.driven_parts import DrivenParts
 from terrazzo.engine.hooks.module_tree import ModuleTree
 from terrazzo.engine.instrumentation.label import Purpose
@@ -31,7 +32,6 @@ from terrazzo.engine.runtime.weak import weakly
 from terrazzo.engine.schedule.gathered import BackwardToCome
 from terrazzo.errors import Misuse
 from terrazzo.marks import UNIT
-from terrazzo.messages import warn
 
 __all__ = ["ForwardHooks"]
 
@@ -53,8 +53,7 @@ class ForwardHooks:
         self._backward, self._outside = backward, backward.outside
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self._compute, self._alone = sharding.precision.compute, not sharding.axes.live(sharding.axes.whole_mesh)
-        self._warned_of_backward = self._warned_of_order = False
-        self._is_first = sharding.axes.is_first(sharding.axes.within_stage)
+        self._promises = BrokenPromises(units, sharding.axes.is_first(sharding.axes.within_stage))
         self.refuse(None)
         self._pass_call: Callable[[], Callable[..., Any] | None] = do_nothing  # weakly, the call that is the pass
         members = [member for unit in units for bucket in unit.buckets for member in bucket.members]
@@ -157,7 +156,7 @@ class ForwardHooks:
         schedule.end_forward()
         if training and not schedule.order.agreed:
             self._agreement.agree_on_order(forward.end_label)
-            self._warn_of_order()
+            self._promises.order_agreed(schedule.order.forward)
         return self._passes.of_output(output) if schedule.ends_model else output
 
     def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -236,7 +235,7 @@ class ForwardHooks:
             return BackwardToCome.RECOMPUTED if self._regions.reentrant else BackwardToCome.NONE
         announced, opaque = self._watch(unit, output)
         if announced and unit.forward_only:
-            self._warn_of_backward(unit)
+            self._promises.backward_to_come(unit)
         if opaque:
             self._backward.may_surprise()
             return BackwardToCome.UNANNOUNCED
@@ -250,36 +249,6 @@ class ForwardHooks:
         """Have the backward of its call announced: see `Announcements.watch`."""
         hook = on_backward(self._backward, unit.index, unit.weights.generation, self._schedule.forward_number)
         return self._announcements.watch(unit, output, hook)
-
-    def _warn_of_backward(self, unit: Unit) -> None:
-        """Say, once, that a backward comes which was not promised."""
-        if not self._warned_of_backward:
-            self._warned_of_backward = True
-            warn(
-                f"Backward comes to {unit.title}, which is frozen and registered in front of all that is trained: an "
-                "input requires gradients, or what is trained runs before it. The memory bill and the promised traffic "
-                "were made without it; asked again after this step they have it. Give inputs without requires_grad "
-                "(transformers: without enable_input_require_grads()) unless their gradients are wanted, and register "
-                "modules in the order in which they run."
-            )
-
-    def _warn_of_order(self) -> None:
-        """Say, once, where units run in another order than they are registered in, and units of another size come so:
-        what a step holds at once is another then, and so was the bill.
-        """
-        order = [self._units[index] for index in dict.fromkeys(self._schedule.order.forward)]
-        registered = sorted(order, key=lambda unit: unit.index)
-        moved = [pair for pair in zip(order, registered, strict=True) if pair[0] is not pair[1]]
-        if self._warned_of_order or all(ran.numel == own.numel for ran, own in moved):
-            return
-        self._warned_of_order = True
-        if self._is_first:
-            ran, own = moved[0]
-            warn(
-                f"Units run in another order than they are registered in: {ran.title} before {own.title}. The memory "
-                "bill and the promised traffic were made for the order of registration; asked again after this step "
-                "they are of what runs. Register modules in the order in which they run, and they are right before it."
-            )
 
     def reach(self, index: int) -> bool:
         """Somebody reads weights of a unit outside of its own forward: gather them, if the model's forward runs.
