@@ -27,7 +27,7 @@ from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.schedule.visits import Event, Visit, merge
 from terrazzo.marks import SHARES_MATRICES, SHARES_SEQUENCES
 
-__all__ = ["Agreement", "flags_numel"]
+__all__ = ["Agreement", "exchanges_flags", "flags_numel"]
 
 
 class _ActivationRanks(Protocol):
@@ -76,17 +76,18 @@ class Agreement:
         Raises:
             RanksApart: if the ranks have not run the same.
         """
-        if backward.fate is GradientFate.FINISHED:
-            strayed, any_late, seen = self._exchange_flags(backward)
-            left = iter(seen)
-            for bucket in _trainable(self._units):
-                bucket.gradient.agree_on_seen(islice(left, len(bucket.members)))
-            for unit in (unit for unit in self._units if any_late[unit.index]):
-                backward.start_reducing(unit)
-            for program in self._schedule.programs if strayed else ():
-                program.doubt()
-        elif backward.fate is GradientFate.REDUCED and self._schedule.meet is None:
-            self._exchange_flags(backward)  # ranks that have not run the same hear it here
+        if not exchanges_flags(backward.fate, self._schedule):
+            return
+        strayed, any_late, seen = self._exchange_flags(backward)
+        if backward.fate is not GradientFate.FINISHED:
+            return  # ranks that have not run the same have heard it
+        left = iter(seen)
+        for bucket in _trainable(self._units):
+            bucket.gradient.agree_on_seen(islice(left, len(bucket.members)))
+        for unit in (unit for unit in self._units if any_late[unit.index]):
+            backward.start_reducing(unit)
+        for program in self._schedule.programs if strayed else ():
+            program.doubt()
 
     def _exchange_flags(self, backward: BackwardPass) -> tuple[bool, list[bool], list[bool]]:
         """Reduce flags over ranks: has any left the order, had a unit late, seen a gradient of a parameter?"""
@@ -97,6 +98,11 @@ class Agreement:
         for ranks in self._activations:
             ranks.compare(backward.end_label)
         return strayed, flags[: len(own_late)], flags[len(own_late) :]
+
+
+def exchanges_flags(fate: GradientFate, schedule: Schedule) -> bool:
+    """Whether `Agreement.agree_on_gradients` exchanges anything, behind a backward whose gradients have that fate."""
+    return fate is GradientFate.FINISHED or (fate is GradientFate.REDUCED and schedule.meet is None)
 
 
 def flags_numel(units: Sequence[UnitLayout]) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-import torch
-
 from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.dry_run.counting import CountingBucket, StepCounts
@@ -15,6 +13,7 @@ from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.replicas.outer_exchange import dry_run_exchange, exchange_bytes
 from terrazzo.engine.replicas.outer_weights import dry_run_set_master
+from terrazzo.engine.replicas.rounds import dry_run_compare
 
 __all__ = ["dry_run_fragments", "dry_run_outer_step", "under_way_bytes"]
 
@@ -29,8 +28,7 @@ def dry_run_outer_step(units: Sequence[UnitLayout]) -> Tally:
     tally, trained = Tally(), _trained(units)
     if trained:
         axes, specs = units[0].buckets[0].axes, list(chain(*trained))
-        for axis in axes.live(axes.whole_mesh):  # whether the round begins alike
-            tally.traffic.record("control", (2 if axis in axes.replica_axis else 1) * torch.int64.itemsize)
+        dry_run_compare(axes, tally)
         for numel in _settings(trained).messages(_numel(specs)):
             dry_run_exchange(_settings(trained), numel, axes, tally)
         _set_masters(specs, tally)

@@ -16,12 +16,13 @@ import torch
 from terrazzo.engine.buckets.unit_layout import UnitLayout, weights_are_split
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.transfer import Transfer
-from terrazzo.engine.consensus.agreement import flags_numel
+from terrazzo.engine.consensus.agreement import exchanges_flags, flags_numel
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
 from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.instrumentation.traffic import Traffic
+from terrazzo.engine.optim.clipping import OVERFLOW_NUMEL
 from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.stock.template import Templates, matrix_needs
 from terrazzo.engine.pipeline.pipeline_schedule import PipelineSchedule
@@ -97,7 +98,7 @@ def dry_run(units: Sequence[UnitLayout], step: StepSpec, templates: Templates = 
     else:
         _run_stages(units, counting, step, step.stages, tally)
     if units[0].buckets[0].spec.precision.loss_scaling:
-        _record_control(units, tally.traffic, 1)  # overflow
+        _record_control(units, tally.traffic, OVERFLOW_NUMEL)
     dry_run_matrices([bucket for unit in units for bucket in unit.trainable()], matrix_needs(templates), tally)
     for unit, counting_unit in zip(units, counting, strict=True):
         for bucket, counting_bucket in zip(unit.buckets, counting_unit.buckets, strict=True):
@@ -120,7 +121,7 @@ def _run_whole(units: Sequence[UnitLayout], counting: Sequence[CountingUnit], st
         schedule.set_fate(earlier if index < step.micro_batches - 1 else GradientFate.FINISHED)
         _forward(schedule, counting)
         _backward(schedule, counting)
-        if schedule.fate is GradientFate.FINISHED or (schedule.meet is None and not step.local_sums):
+        if exchanges_flags(schedule.fate, schedule):
             _record_control(units, tally.traffic, flags_numel(units))
 
 

@@ -22,7 +22,12 @@ from terrazzo.engine.mesh.meshes import expert_mesh, groups_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.calls import do_nothing
 
-__all__ = ["Axes"]
+__all__ = ["ANYWHERE_NUMEL", "DIFFERING_NUMEL", "Axes"]
+
+ANYWHERE_NUMEL = 1
+"""int64 elements that `Axes.anywhere` exchanges over every axis."""
+DIFFERING_NUMEL = 2
+"""int64 elements that `Axes.differing` exchanges over every axis, for each fact."""
 
 
 class Axes:

@@ -16,7 +16,7 @@ from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import Diverged
 
-__all__ = ["clip_grad_norm", "norm_dtype", "norms", "overflowed"]
+__all__ = ["OVERFLOW_NUMEL", "clip_grad_norm", "norm_dtype", "norms", "overflowed"]
 
 
 def clip_grad_norm(
@@ -95,6 +95,10 @@ def _norm(part: Tensor, norm_type: float) -> Tensor:
     parts = [norms_of(part[:whole].view(-1, _ROW), norm_type, dim=1, dtype=dtype)]
     parts += [norms_of(part[whole:], norm_type, dtype=dtype)[None]] if whole < part.numel() else []
     return norms_of(torch.cat(parts).double(), norm_type)  # type: ignore[no-any-return]
+
+
+OVERFLOW_NUMEL = 1
+"""int64 elements that `overflowed` exchanges over every axis."""
 
 
 def overflowed(buckets: Iterable[Bucket], sharding: ShardingSpec) -> bool:

@@ -27,7 +27,7 @@ from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.instrumentation.tally import Tally
-from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.mesh.axes import ANYWHERE_NUMEL, DIFFERING_NUMEL, Axes
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.replicas.outer_exchange import OuterPart, begin_exchange, messages_of, tiles_of
@@ -36,7 +36,7 @@ from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.errors import Misuse, RanksApart
 
-__all__ = ["Rounds"]
+__all__ = ["Rounds", "dry_run_compare"]
 
 
 class _StreamedStep(NamedTuple):
@@ -212,3 +212,10 @@ class Rounds:
                 with states[1].opened(tile, "change") as kept:
                     step = kept.mul_(momentum).add_(step).mul(momentum).add_(step)
             weights.sub_(step.mul(lr))
+
+
+def dry_run_compare(axes: Axes, tally: Tally) -> None:
+    """Count in `tally` what ranks send to see whether a round begins with the same weights everywhere."""
+    for axis in axes.live(axes.whole_mesh):
+        numel = DIFFERING_NUMEL if axis in axes.replica_axis else ANYWHERE_NUMEL
+        tally.traffic.record("control", numel * torch.int64.itemsize)
