@@ -17,6 +17,7 @@ Each exchange has a `Label` of `instrumentation`: two that do not belong togethe
     comm_streams      the CUDA streams that chains of collectives run on
     transfer          collectives in flight and chains of them; what is counted about them
     sums              sums whose order is promised
+    failure_reports   where each rank of the mesh is as one has failed: what they leave in the store, and read there
     failed_exchanges  what is raised where one has failed: who has ended, or where each rank of the mesh is
     links             the process groups of the ranks along one axis
     control_exchanges a few numbers of each rank, compared before they are used: agreements, norms, broadcasts

@@ -1,0 +1,148 @@
+"""What each rank of a mesh reports as an exchange has failed, by the store, and what that says together.
+
+A rank leaves one report, in each of its groups. It need not know the groups of all others: those whose reports it reads
+name theirs. Where the store is gone, it has its own alone.
+
+Ranks whose time is over have run the same where, in one of their groups, all have come to the same, if late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+import torch.distributed as dist
+
+from terrazzo.engine.instrumentation.places import NOT_THE_SAME, RankPlace, edits_of, places_text
+from terrazzo.engine.runtime.private_torch import default_store
+from terrazzo.errors import RanksApart, TimedOut, timed_out
+from terrazzo.messages import of_ranks
+
+__all__ = ["FailureReports", "RankReport"]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank reports.
+
+    Attributes:
+        groups: ranks of each group of its mesh, by the group's name.
+        pending: the exchanges that it has begun and not ended, the oldest first: the group, and the place.
+        seen: places that it has seen, its own among them, where these differ.
+    """
+
+    groups: dict[str, list[int]]
+    pending: list[tuple[str, RankPlace]]
+    seen: dict[int, RankPlace] = field(default_factory=dict)
+
+    @classmethod
+    def of_json(cls, text: str | bytes) -> RankReport:
+        told = json.loads(text)
+        pending = [(group, RankPlace(*place)) for group, place in told["pending"]]
+        return cls(told["groups"], pending, {int(rank): RankPlace(*place) for rank, place in told["seen"].items()})
+
+    def keys(self) -> dict[int, list[str]]:
+        """Where the store has reports of the ranks of its groups, by rank: each in the groups that it is in as well."""
+        keys: dict[int, list[str]] = {}
+        for group, ranks in self.groups.items():
+            for rank in ranks:
+                keys.setdefault(rank, []).append(f"terrazzo/report/{group}/{rank}")
+        return keys
+
+    def places_in(self, group: str) -> list[RankPlace]:
+        """Its pending exchanges in one group."""
+        return [place for of_group, place in self.pending if of_group == group]
+
+
+class FailureReports:
+    """The reports of the ranks of a mesh, as far as this one knows: `own` is its own."""
+
+    def __init__(self, own: RankReport) -> None:
+        self._own = own
+        self._reports: dict[int, RankReport] = {}
+
+    def any(self) -> bool:
+        """Whether a rank with which this one exchanges has left one."""
+        with contextlib.suppress(RuntimeError):
+            return any(default_store().check([key]) for keys in self._own.keys().values() for key in keys)
+        return False
+
+    def leave(self, seen: Mapping[int, RankPlace]) -> None:
+        """Leave this rank's. Its first stays: a later one knows less of what it had begun."""
+        rank, own = dist.get_rank(), replace(self._own, seen=dict(seen))
+        self._reports[rank] = own
+        text = json.dumps(asdict(own))
+        with contextlib.suppress(RuntimeError):
+            for key in own.keys()[rank]:
+                first = RankReport.of_json(default_store().compare_set(key, "", text))
+                self._reports[rank] = replace(first, seen=first.seen or own.seen)
+
+    def read(self, patience_s: float) -> None:
+        """Read those of all ranks, as far as they come in time."""
+        until = time.monotonic() + patience_s
+        with contextlib.suppress(RuntimeError):
+            while (missing := self._missing()) and time.monotonic() < until:
+                for rank, keys in missing.items():
+                    if (key := next((key for key in keys if default_store().check([key])), None)) is not None:
+                        self._reports[rank] = RankReport.of_json(default_store().get(key))
+                time.sleep(0.01)
+
+    def _missing(self) -> dict[int, list[str]]:
+        """The keys of ranks whose reports have not come, by rank."""
+        keys: dict[int, list[str]] = {}
+        for report in self._reports.values():
+            for rank, of_rank in report.keys().items():
+                if rank not in self._reports:
+                    keys.setdefault(rank, []).extend(of_rank)
+        return keys
+
+    def apart(self) -> RanksApart | None:
+        """The error of ranks of which one has seen that they are apart; None where none has."""
+        seen: dict[int, RankPlace] = {}
+        for report in self._reports.values():
+            seen |= report.seen
+        if not seen:
+            return None
+        own = {rank: report.seen[rank] for rank, report in self._reports.items() if rank in report.seen}
+        places = self._oldest_pending() | seen | own  # each knows itself best
+        return RanksApart(f"{NOT_THE_SAME}: {self._told(places)}. {edits_of(places)}")
+
+    def too_late(self, error: BaseException) -> RanksApart | TimedOut:
+        """The error of ranks whose time is over: they are apart where all wait, and in no group for the same."""
+        shared = self._shared()
+        places = self._oldest_pending() | shared
+        if not (shared or self._missing()):
+            return RanksApart(
+                f"{NOT_THE_SAME}, and have waited for each other until the time of their process group was over: "
+                f"{places_text(places)}. {edits_of(places)}"
+            )
+        why = str(error) if isinstance(error, TimedOut) else f"{_NOT_COME if timed_out(error) else _LATE} {_IF_SLOW}"
+        return TimedOut(f"{why} Waiting: {self._told(places)}.")
+
+    def _oldest_pending(self) -> dict[int, RankPlace]:
+        """The place of each rank: what it has waited in for longest."""
+        return {rank: report.pending[0][1] for rank, report in self._reports.items() if report.pending}
+
+    def _shared(self) -> dict[int, RankPlace]:
+        """The places of ranks in groups all of whose ranks have come to the same."""
+        shared: dict[int, RankPlace] = {}
+        groups = {group: ranks for report in self._reports.values() for group, ranks in report.groups.items()}
+        for group, ranks in groups.items():
+            if all(rank in self._reports for rank in ranks):
+                first, *others = [self._reports[rank].places_in(group) for rank in ranks]
+                same = [place for place in first if all(place in each for each in others)]
+                shared |= dict.fromkeys(ranks, same[0]) if same and others else {}
+        return shared
+
+    def _told(self, places: Mapping[int, RankPlace]) -> str:
+        """The words for places, and for ranks of which none is known."""
+        unknown = [rank for rank in self._missing() if rank not in places]
+        return places_text(places) + (f"; of {of_ranks(unknown)} nothing is known" if unknown else "")
+
+
+_NOT_COME = "Other ranks have not come to an exchange in time: they may have ended, or run something else."
+_LATE = "Another rank has waited in vain, for this rank or for others, until the time of their process group was over."
+_IF_SLOW = "See what each has printed. Where one is only slow, give init_process_group a longer timeout."
