@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from terrazzo.planner.layout.stages import in_flight, units_on
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.devices import device as named
 from terrazzo.planner.machine.mesh import Mesh, RankGroup
+from terrazzo.planner.memory import peak
 from terrazzo.planner.memory.activations import block_activations
+from terrazzo.planner.memory.logits import HeadActivations, head_activations
 from terrazzo.planner.memory.overheads import PROCESS_BYTES, PROCESS_BYTES_UPPER
 from terrazzo.planner.memory.peak import memory_of, rank_terms
 from terrazzo.planner.memory.states import state_terms
@@ -528,7 +531,7 @@ def test_the_moment_is_named() -> None:
     assert "at the loss" in at_loss.limiting_rank
     resting = memory_of(setup(model, "zero0", sequence=128, checkpointing="full", optimizer_kernel="foreach"))
     assert "optimizer's update" in resting.limiting_rank
-    terms, moment = rank_terms(setup(model, "zero3", sequence=8192, precision=FSDP, compile=True, loss="fused"), 0)
+    terms, moment, _ = rank_terms(setup(model, "zero3", sequence=8192, precision=FSDP, compile=True, loss="fused"), 0)
     assert "backward" in moment
     assert terms
 
@@ -561,6 +564,30 @@ def test_a_loss_that_holds_on_to_its_logits_is_in_the_bound() -> None:
     assert 14 * 8192 * 128_256 <= logits.upper <= 17 * 8192 * 128_256
     (fused,) = (term for term in ask(replace(asked, loss="fused")).best.memory.terms if term.name == "logits")
     assert fused.upper == fused.value < logits.value
+
+
+def test_the_bound_is_that_of_the_moment_that_may_be_the_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss at its upper size is in it where another moment is expected to be a little fuller, as at 4,032 tokens."""
+    asked = Request("llama3-8b", 8, "h100", "zero1", micro_batch=1, checkpointing="none")
+
+    def made(sequence: int) -> MemoryFigures:
+        return memory_of(build_setup(replace(asked, sequence=sequence)))
+
+    row = [made(sequence) for sequence in range(3968, 4289, 64)]
+    assert "backward" in row[0].limiting_rank
+    assert "at the loss" in row[-1].limiting_rank
+    grown = [after.upper_bytes - before.upper_bytes for before, after in pairwise(row)]
+    assert max(grown) < 1.05 * min(grown)
+
+    def as_large_as_may_be(setup: Setup) -> HeadActivations:
+        head = head_activations(setup)
+        return replace(head, loss=head.loss_upper)
+
+    monkeypatch.setattr(peak, "head_activations", as_large_as_may_be)
+    for sequence, memory in zip((3968, 4096), row[::2], strict=False):
+        widened = made(sequence)
+        assert "at the loss" in widened.limiting_rank
+        assert widened.upper_bytes == pytest.approx(memory.upper_bytes, rel=1e-12)
 
 
 def test_what_the_optimizers_kernel_takes_is_there_at_rest() -> None:

@@ -45,6 +45,11 @@ class HeadActivations:
     logits: float
     saved: float
 
+    @property
+    def loss_extra(self) -> float:
+        """What the loss may take more than expected."""
+        return self.loss_upper - self.loss
+
 
 def head_activations(setup: Setup) -> HeadActivations:
     """What lies between the last block and the gradient of the logits."""

@@ -17,6 +17,7 @@ __all__ = [
     "process_term",
     "reserved_bytes",
     "upper_bytes",
+    "upper_share",
     "workspace_bytes",
 ]
 
@@ -74,7 +75,8 @@ FORMULAS = {
     ),
     "memory.upper": Formula(
         f"upper values of states x {1 + RESTING_RESERVE:g}, and of all other terms x {1 + MOVING_UPPER:g}, for what "
-        f"the allocator keeps, {CONTEXT_BYTES_UPPER / GIB:g} GiB for the CUDA context, "
+        "the allocator keeps, at the moment at which these are most, which need not be the one that is expected to be "
+        f"the fullest; {CONTEXT_BYTES_UPPER / GIB:g} GiB for the CUDA context, "
         f"{COMMUNICATOR_BYTES_UPPER / GIB:g} GiB for the default group and each mesh axis; on a CPU "
         f"{PROCESS_BYTES_UPPER / GIB:g} GiB for the process, states that are offloaded to the same memory, and what "
         "malloc keeps of gradients and weights that a step has freed before its fullest moment, or up to 2 GiB of all "
@@ -109,21 +111,30 @@ def device_bytes(setup: Setup, terms: Sequence[Term]) -> float:
     if not _on_cuda(setup):
         return sum(term.value for term in terms) + around
     least, roomy = (
-        sum(term.value * _with_reserve(term, share) for term in terms) + around for share in (RESERVE, ROOMY_RESERVE)
+        sum(term.value * _with_reserve(term.name, share) for term in terms) + around
+        for share in (RESERVE, ROOMY_RESERVE)
     )
     return roomy if capacity is None else max(least, min(roomy, capacity))
 
 
-def upper_bytes(setup: Setup, terms: Sequence[Term]) -> float:
-    """A bound for what a device must have, from the upper values of the terms, whatever this one has."""
+def upper_bytes(setup: Setup, terms: Sequence[Term], moving: float = 0.0) -> float:
+    """A bound for what a device must have, whatever this one has, from the upper values of terms.
+
+    Args:
+        moving: what all other terms may take together at any moment, with what the allocator keeps (`upper_share`).
+    """
     if setup.model.bare:
         return sum(term.upper for term in terms)
-    return sum(term.upper * _with_reserve(term, MOVING_UPPER) for term in terms) + _around(setup, upper=True)
+    return sum(term.upper * upper_share(term.name) for term in terms) + moving + _around(setup, upper=True)
 
 
-def _with_reserve(term: Term, moving_share: float) -> float:
-    """How many times its bytes the allocator holds for a term."""
-    return 1 + (RESTING_RESERVE if term.name in STATE_OF else moving_share)
+def upper_share(name: str) -> float:
+    """How many times its bytes the allocator holds at most for the term of that name."""
+    return _with_reserve(name, MOVING_UPPER)
+
+
+def _with_reserve(name: str, moving_share: float) -> float:
+    return 1 + (RESTING_RESERVE if name in STATE_OF else moving_share)
 
 
 def _around(setup: Setup, upper: bool = False) -> float:

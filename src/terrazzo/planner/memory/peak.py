@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import mul
 from typing import NamedTuple
 
 from terrazzo.planner.figures import Formula, MemoryFigures, Term
@@ -19,16 +20,18 @@ from terrazzo.planner.memory.overheads import (
     process_term,
     reserved_bytes,
     upper_bytes,
+    upper_share,
     workspace_bytes,
 )
 from terrazzo.planner.memory.step_settings import ACTIVATIONS, HELD_KINDS, LOGITS, Peak, StepSettings, StepUnit
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
 from terrazzo.planner.memory.unit_events import UNREDUCED, unit_events
 from terrazzo.planner.memory.walk import peak_of
+from terrazzo.planner.memory.walk_state import AT_LOSS
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["FORMULAS", "fullest_memory", "memory_of", "rank_peak", "rank_terms"]
+__all__ = ["FORMULAS", "RankTerms", "fullest_memory", "memory_of", "rank_peak", "rank_terms"]
 
 FORMULAS = {
     "memory.gathered": Formula(
@@ -76,18 +79,18 @@ def memory_of(setup: Setup) -> MemoryFigures:
     held = {pp_rank: rank_terms(setup, pp_rank) for pp_rank in sorted(set(stand))}
     totals = {pp_rank: sum(term.value for term in each.terms) for pp_rank, each in held.items()}
     fullest = max(totals, key=lambda pp_rank: totals[pp_rank])
-    upper = max(_bound(setup, pp_rank, each.terms) for pp_rank, each in held.items())
+    upper = max(_bound(setup, pp_rank, each) for pp_rank, each in held.items())
     limiting_rank = _limiting_rank(setup, fullest, held[fullest].moment)
-    memory = fullest_memory(setup, fullest, held[fullest].terms, limiting_rank)
+    memory = fullest_memory(setup, fullest, held[fullest], limiting_rank)
     return replace(memory, upper_bytes=upper, per_pp_rank=_per_pp_rank(setup, stand, totals))
 
 
-def fullest_memory(setup: Setup, pp_rank: int, terms: tuple[Term, ...], limiting_rank: str) -> MemoryFigures:
-    """Memory whose fullest rank is `pp_rank` along pp and holds `terms`, with all that lies around them."""
-    host, disk = tier_terms(setup, pp_rank)
+def fullest_memory(setup: Setup, pp_rank: int, held: RankTerms, limiting_rank: str) -> MemoryFigures:
+    """Memory whose fullest rank is `pp_rank` along pp and holds these terms, with all that lies around them."""
+    terms, (host, disk) = held.terms, tier_terms(setup, pp_rank)
     return MemoryFigures(
         terms=terms,
-        upper_bytes=_bound(setup, pp_rank, terms),
+        upper_bytes=_bound(setup, pp_rank, held),
         reserved_bytes=reserved_bytes(setup, terms),
         device_bytes=device_bytes(setup, terms),
         limiting_rank=limiting_rank,
@@ -105,8 +108,8 @@ def fullest_memory(setup: Setup, pp_rank: int, terms: tuple[Term, ...], limiting
     )
 
 
-def _bound(setup: Setup, pp_rank: int, terms: tuple[Term, ...]) -> float:
-    return upper_bytes(setup, terms) + _kept_freed(setup, pp_rank, terms)
+def _bound(setup: Setup, pp_rank: int, held: RankTerms) -> float:
+    return held.upper_bytes + _kept_freed(setup, pp_rank, held.terms)
 
 
 def _kept_freed(setup: Setup, pp_rank: int, terms: tuple[Term, ...]) -> float:
@@ -157,25 +160,32 @@ def _limiting_rank(setup: Setup, pp_rank: int, moment: str) -> str:
 
 
 class RankTerms(NamedTuple):
-    """What a rank holds at its fullest moment, and that moment in words."""
+    """What a rank holds at its fullest moment, and that moment in words.
+
+    Attributes:
+        upper_bytes: a bound for what its device must have at any moment.
+    """
 
     terms: tuple[Term, ...]
     moment: str
+    upper_bytes: float
 
 
 def rank_terms(setup: Setup, pp_rank: int) -> RankTerms:
     """The terms of rank `pp_rank` along pp at its fullest moment."""
     states = on_device(setup, pp_rank)
     if setup.model.bare:
-        return RankTerms(states, "at rest")
+        return RankTerms(states, "at rest", upper_bytes(setup, states))
     peak = rank_peak(setup, pp_rank)
     resting = tuple(term for term in states if term.name != "gradients")
+    around = _around(setup, pp_rank)
     moving = (
         _moving_term(setup, pp_rank, name, value, extra)
         for name, value, extra in zip(HELD_KINDS, peak.parts, _upper_extras(setup, pp_rank, peak), strict=True)
         if value or name == "gradients"
     )
-    return RankTerms((*resting, *moving, *_around(setup, pp_rank)), peak.moment)
+    upper = upper_bytes(setup, (*resting, *around), peak.upper)
+    return RankTerms((*resting, *moving, *around), peak.moment, upper)
 
 
 def _moving_term(setup: Setup, pp_rank: int, name: str, value: float, extra: float) -> Term:
@@ -249,6 +259,8 @@ def rank_peak(setup: Setup, pp_rank: int, states_only: bool = False) -> Peak:
         in_flight=(in_flight(setup, pp_rank) - 1) * _saved_bytes(setup, pp_rank)
         + (in_flight(setup, pp_rank) - 1) * head.saved * (is_last and setup.pipeline != "1f1b"),
         update=max(plain.update, _update_bytes(setup, pp_rank)),
+        upper_shares=tuple(map(mul, _upper_shares(setup, pp_rank), map(upper_share, HELD_KINDS))),
+        loss_extra=head.loss_extra * is_last,
     )
     return peak_of(units, settings)
 
@@ -330,25 +342,30 @@ def _update_bytes(setup: Setup, pp_rank: int) -> float:
 
 
 def _upper_extras(setup: Setup, pp_rank: int, peak: Peak) -> list[float]:
-    """What each part may be more than expected: other kernels, other frameworks."""
-    extras = [0.0] * len(HELD_KINDS)
-    units = units_on(setup, pp_rank)
+    """What each part of the fullest moment may be more than expected."""
+    shares = _upper_shares(setup, pp_rank)
+    extras = [part * (share - 1) for part, share in zip(peak.parts, shares, strict=True)]
+    if peak.moment == AT_LOSS:
+        extras[LOGITS] = head_activations(setup).loss_extra
+    return extras
+
+
+def _upper_shares(setup: Setup, pp_rank: int) -> list[float]:
+    """How many times what is expected of a kind may be held: other kernels, other frameworks. The loss is apart."""
+    shares = [1.0] * len(HELD_KINDS)
     saved = upper = 0.0
-    for unit, count in units:
+    for unit, count in units_on(setup, pp_rank):
         if unit.block is not None:
             activations = _activations(setup, unit)
             saved += activations.stays * count
             upper += (activations.saved_upper - activations.moved) * count
     if saved:
-        extras[ACTIVATIONS] = peak.parts[ACTIVATIONS] * (upper / saved - 1)
-    head = head_activations(setup)
-    if pp_rank == setup.mesh.pp - 1 and peak.parts[LOGITS] >= head.loss:
-        extras[LOGITS] = head.loss_upper - head.loss
+        shares[ACTIVATIONS] = upper / saved
     precision = setup.precision
     sums_up = setup.micro_batches > 1 and setup.sums_locally
     if sums_up and precision.compute.itemsize < precision.accumulate.itemsize:
-        extras[UNREDUCED] = peak.parts[UNREDUCED] * precision.compute.itemsize / precision.accumulate.itemsize
-    return extras
+        shares[UNREDUCED] = 1 + precision.compute.itemsize / precision.accumulate.itemsize
+    return shares
 
 
 def _inputs(setup: Setup, pp_rank: int, name: str) -> dict[str, float]:

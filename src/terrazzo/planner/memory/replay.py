@@ -24,7 +24,8 @@ from terrazzo.planner.figures import Formula, MemoryFigures, Term
 from terrazzo.planner.layout.buckets import PlannedBucket, buckets
 from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.memory.outer_memory import outer_held_bytes, under_way_bytes
-from terrazzo.planner.memory.peak import fullest_memory
+from terrazzo.planner.memory.overheads import upper_bytes
+from terrazzo.planner.memory.peak import RankTerms, fullest_memory
 from terrazzo.planner.memory.trace import ActivationTrace, TraceEvent
 from terrazzo.planner.setup.setup import Setup
 
@@ -95,7 +96,8 @@ def memory_of_trace(setup: Setup, trace: ActivationTrace, update_bytes: int = 0)
     """`memory_of` with activations as traced; not for pipelines. Arguments as for `replay`."""
     peak = replay(setup, trace, update_bytes)
     terms = tuple(Term(name, value, value, "memory.traced") for name, value in peak.parts.items())
-    return fullest_memory(setup, 0, terms, f"every rank alike, fullest in {peak.moment}")
+    held = RankTerms(terms, peak.moment, upper_bytes(setup, terms))
+    return fullest_memory(setup, 0, held, f"every rank alike, fullest in {peak.moment}")
 
 
 def planned_units(setup: Setup) -> list[tuple[PlannedBucket, ...]]:

@@ -35,10 +35,15 @@ class StepUnit:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes by `HELD_KINDS` at the moment when most is held, and that moment in words."""
+    """Bytes by `HELD_KINDS` at the moment when most is held, and that moment in words.
+
+    Attributes:
+        upper: the most that a device may need for these kinds at any moment, by `StepSettings.upper_shares`.
+    """
 
     parts: tuple[float, ...]
     moment: str
+    upper: float
 
     @property
     def total(self) -> float:
@@ -63,6 +68,8 @@ class StepSettings:
         buffers: bytes of the model's buffers, of which the engine's stages have copies until every backward has run.
         under_way: bytes of an exchange of outer gradients, all step long.
         updates_run_on: updates away from the device run on into the next forward.
+        upper_shares: how many times its bytes a kind may take at most. loss_extra: bytes that the loss may take beyond
+            `loss`, times the share of logits.
     """
 
     prefetch: int = 1
@@ -79,3 +86,5 @@ class StepSettings:
     buffers: float = 0.0
     under_way: float = 0.0
     updates_run_on: bool = False
+    upper_shares: tuple[float, ...] = (1.0,) * len(HELD_KINDS)
+    loss_extra: float = 0.0

@@ -26,7 +26,7 @@ from terrazzo.planner.memory.unit_events import (
     ReducedPass,
     UnderWay,
 )
-from terrazzo.planner.memory.walk_state import FullestMoment, WalkedUnit
+from terrazzo.planner.memory.walk_state import AT_LOSS, FullestMoment, WalkedUnit
 
 __all__ = ["peak_of"]
 
@@ -41,7 +41,7 @@ def peak_of(units: Sequence[StepUnit], settings: StepSettings) -> Peak:
     walk.update()
     if settings.updates_run_on and any(unit.events.gather_late != unit.events.gather for unit in units):
         walk.forward_behind_updates()
-    return Peak(tuple(walk.best), walk.moment)
+    return Peak(tuple(walk.best), walk.moment, walk.best_upper)
 
 
 def _shortened(units: Sequence[StepUnit], settings: StepSettings) -> list[StepUnit]:
@@ -71,7 +71,7 @@ class _Walk(FullestMoment):
     """
 
     def __init__(self, units: Sequence[StepUnit], settings: StepSettings) -> None:
-        super().__init__()
+        super().__init__(settings.upper_shares)
         self.units, self.settings = [WalkedUnit(unit) for unit in units], settings
         self.beside = units[0].events.beside
         self.begin()
@@ -186,7 +186,7 @@ class _Walk(FullestMoment):
             self.rest_between(row[0])
         if ends_model:
             self.add(LOGITS, self.settings.loss)
-            self.note("at the loss")
+            self.note(AT_LOSS, self.settings.loss_extra * self.shares[LOGITS])
             self.add(LOGITS, self.settings.logits - self.settings.loss)
 
     def come_to(self, units: Sequence[WalkedUnit]) -> None:

@@ -2,46 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from terrazzo.planner.memory.step_settings import HELD_KINDS, StepUnit
 from terrazzo.planner.memory.unit_events import Change
 
-__all__ = ["FullestMoment", "WalkedUnit"]
+__all__ = ["AT_LOSS", "FullestMoment", "WalkedUnit"]
+
+AT_LOSS = "at the loss"
+"""A moment, in words."""
 
 
 class FullestMoment:
-    """Counts what is held, and keeps the moment at which it was the most.
+    """Counts what is held, and keeps the moment at which it was the most; and what it may be at most, at any moment.
+
+    The moment that is fullest as expected need not be the one that may become the fullest.
 
     Attributes:
-        now: bytes by `HELD_KINDS`, and their `total`.
+        now: bytes by `HELD_KINDS`, and their `total`; `upper`: what they may take, by `shares` of each kind.
         best, best_total: the same at the fullest moment, which is `moment` in words.
+        best_upper: the most that `upper` has been.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares: Sequence[float]) -> None:
         self.best, self.best_total, self.moment = [0.0] * len(HELD_KINDS), -1.0, "at rest"
+        self.shares, self.best_upper = shares, 0.0
         self.empty()
 
     def empty(self) -> None:
         """Nothing is held."""
-        self.now, self.total = [0.0] * len(HELD_KINDS), 0.0
+        self.now, self.total, self.upper = [0.0] * len(HELD_KINDS), 0.0, 0.0
 
     def apply(self, change: Change, moment: str) -> None:
         """Take note of all that happens at a moment; the most in between counts."""
-        total, now = self.total, self.now
+        total, now, upper, shares = self.total, self.now, self.upper, self.shares
+        risen = upper
+        for kind, count_bytes in change.at_rise:
+            risen += count_bytes * shares[kind]
+        if risen > self.best_upper:
+            self.best_upper = risen
         if total + change.rise > self.best_total:
             self.best, self.best_total, self.moment = list(now), total + change.rise, moment
             for kind, count_bytes in change.at_rise:
                 self.best[kind] += count_bytes
         for kind, count_bytes in change.change:
             now[kind] += count_bytes
-        self.total = total + change.net
+            upper += count_bytes * shares[kind]
+        self.total, self.upper = total + change.net, upper
 
     def add(self, kind: int, count_bytes: float) -> None:
         """Add bytes of a kind, or take off where they are negative; `note` says when it counts."""
         self.now[kind] += count_bytes
         self.total += count_bytes
+        self.upper += count_bytes * self.shares[kind]
 
-    def note(self, moment: str) -> None:
-        """Whether this is the fullest moment so far."""
+    def note(self, moment: str, upper_extra: float = 0.0) -> None:
+        """Whether this is the fullest moment so far, or what may be that, with what it alone may take more."""
+        if self.upper + upper_extra > self.best_upper:
+            self.best_upper = self.upper + upper_extra
         if self.total > self.best_total:
             self.best, self.best_total, self.moment = list(self.now), self.total, moment
 

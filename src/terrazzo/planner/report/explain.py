@@ -56,7 +56,8 @@ def _totals(memory: MemoryFigures) -> tuple[Term, ...]:
     if memory.capacity_bytes is not None:
         inputs["memory of the device"] = float(memory.capacity_bytes)
     totals = {"reserved": memory.reserved_bytes, "device": memory.expected_bytes, "upper": memory.most_bytes}
-    given_by = dict.fromkeys(totals, inputs) | {"upper": inputs | {"upper values": sum(t.upper for t in memory.terms)}}
+    upper = {"upper values, at the moment expected to be the fullest": sum(term.upper for term in memory.terms)}
+    given_by = dict.fromkeys(totals, inputs) | {"upper": inputs | upper}
     return tuple(Term(name, value, value, f"memory.{name}", given_by[name]) for name, value in totals.items())
 
 
