@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 
-__all__ = ["digest"]
+__all__ = ["compared_digest", "digest"]
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -21,6 +23,11 @@ def digest(tensor: Tensor) -> Tensor:
     if raw.device.type == "cpu":
         return torch.tensor(zlib.crc32(raw.numpy().data), dtype=torch.int64, device=HOST)
     return _hashed(raw)
+
+
+def compared_digest(tensor: Tensor, axes: Axes, along: Iterable[str]) -> Tensor:
+    """The digest that ranks compare along some axes of a tensor, on whichever device each has it; 0 on a rank alone."""
+    return digest(tensor.cpu()) if axes.live(along) else torch.zeros((), dtype=torch.int64, device=HOST)
 
 
 _WORDS = 1 << 19

@@ -23,7 +23,7 @@ from terrazzo.engine.states.buffers_and_extra_state import (
     persistent_buffers,
     replace_buffers,
 )
-from terrazzo.engine.states.model_state import ModelState
+from terrazzo.engine.states.given_weights import GivenWeights
 from terrazzo.engine.states.state_dict import shows_all, whole_state_dict
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.given_numbers import is_number
@@ -140,10 +140,10 @@ class ShardedModule(nn.Module):
             Misuse: likewise, within a round of `DiLoCo`, where replicas have other weights than each other.
         """
         buffers, takers, axes = persistent_buffers(self), extra_state_takers(self), self._terrazzo.axes
-        own = ModelState(self)
+        own = GivenWeights(self)
         with on_every_rank(self._terrazzo, "model.load_state_dict(state)"):
             edited, loaded = all_or_none(axes, lambda: self._prepare_loading(state_dict, strict, own, buffers, takers))
-            own.load(edited, buffers)
+            own.take(edited, buffers)
         for name, module in takers.items():
             if name in edited:
                 module.set_extra_state(edited[name])
@@ -154,7 +154,7 @@ class ShardedModule(nn.Module):
         self,
         state_dict: Any,
         strict: bool,
-        own: ModelState,
+        own: GivenWeights,
         buffers: Sequence[PersistentBuffer],
         takers: Mapping[str, nn.Module],
     ) -> tuple[Mapping[str, Any], _Loaded]:

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.consensus.digest import digest
+from terrazzo.engine.consensus.digest import compared_digest
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.restore import restore_optimizer
 from terrazzo.engine.states.stepped_parameters import SteppedParameters
 from terrazzo.errors import BadInput, RanksApart
@@ -96,7 +95,7 @@ class _TakenStates:
 
 def _taken(stepped: SteppedParameters, by_name: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], _Taken]:
     """Cut this rank's part out of each state, by name and kind."""
-    taken, ranges, alone = {}, _ranges(stepped), not stepped.engine.axes.live(stepped.engine.axes.within_stage)
+    taken, ranges, axes = {}, _ranges(stepped), stepped.engine.axes
     for name, kinds in by_name.items():
         for kind in kinds:
             value, spec = torch.as_tensor(kinds[kind]).detach(), stepped.template_of(name)[kind]
@@ -108,7 +107,7 @@ def _taken(stepped: SteppedParameters, by_name: Mapping[str, Mapping[str, Any]])
                     f"The state {kind!r} of {name!r} is {tuple(value.shape)} and should be {shape}: load that of "
                     "the same parameters, in the same order."
                 )
-            compared = torch.zeros((), dtype=torch.int64, device=HOST) if alone else digest(value.cpu())
+            compared = compared_digest(value, axes, axes.within_stage)
             own = box.of(value) if spec.per_element and not box.is_all else value
             flat = own.reshape(-1)
             start, stop = ranges.get(name, (0, 0)) if spec.per_element else (0, flat.numel())
