@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, compile_units, engine_of
+from terrazzo.engine.unit_forwards.layered_forward import layers_of
 from tests.engine.toys import (
     EVERY_PLAN,
     TABLE_1D,
@@ -94,6 +95,54 @@ def test_the_heaviest_repeated_class_is_chosen() -> None:
     model = Net()
     model.small = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(9))
     assert unit_names(model) == BLOCKS
+
+
+def test_encoder_and_decoder_layers_are_all_units() -> None:
+    layers = [f"{part}.layers.{index}" for part in ("encoder", "decoder") for index in range(2)]
+    assert unit_names(nn.Transformer(8, 2, 2, 2, 16, batch_first=True)) == ["", *layers]
+
+
+class Mixer(nn.Sequential):
+    """A second class of layers."""
+
+
+def mixed(width: int = 13) -> nn.Module:
+    """Layers of two classes in turn; those of one weigh less together than one of the other does."""
+    model = Net(width, 0)
+    for _ in range(2):
+        model.blocks.extend([Mixer(nn.LayerNorm(width)), Block(width), Block(width)])
+    return model
+
+
+def test_every_class_that_repeats_in_a_list_is_chosen_and_treated() -> None:
+    names = [f"blocks.{index}" for index in range(6)]
+    assert unit_names(mixed()) == ["", *names]
+    model = mixed()
+    checkpoint_activations(model, "full")
+    assert [name for name, module in model.named_modules() if layers_of(module)] == names
+
+
+def test_a_stack_of_blocks_that_does_not_repeat_is_no_unit() -> None:
+    model = nn.Sequential(Net(), nn.Sequential(nn.LayerNorm(13), nn.Linear(13, 999)))  # a head, of which none warns
+    assert unit_names(model) == ["", *(f"0.{name}" for name in BLOCKS[1:])]
+
+
+def test_a_models_own_list_is_found_within_a_wrapper() -> None:
+    class Declared(Net):
+        _no_split_modules = ["Linear"]
+
+    assert "0.blocks.0.up" in unit_names(nn.Sequential(Declared()))
+
+
+def test_layers_in_the_root_that_outweigh_a_unit_are_named_before_anything_changes() -> None:
+    class Declared(Net):
+        _no_split_modules = ["Mixer"]
+
+    model = Declared()
+    model.blocks.extend([Mixer(nn.LayerNorm(13)) for _ in range(2)])
+    with fake_group(2), pytest.raises(UserWarning, match=r"3 layers are in no unit.*'blocks\.0'.*Mixer.*in units="):
+        tz.shard(model, None, "zero3")
+    assert unit_names(model, ["blocks.*"]) == ["", *(f"blocks.{index}" for index in range(5))]
 
 
 def doubled(model: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
@@ -12,7 +13,7 @@ from terrazzo.errors import BadInput
 from terrazzo.messages import did_you_mean
 from terrazzo.name_globs import level_hint, of_one_level
 
-__all__ = ["Units", "find_units"]
+__all__ = ["Units", "find_units", "layers_in_root"]
 
 Units = type[nn.Module] | str | Sequence[type[nn.Module] | str]
 """Module classes, class names or globs over module names such as `"layers.*"`; one, or several.
@@ -29,9 +30,10 @@ def find_units(model: nn.Module, units: Units | None, named: str = "units") -> t
     """Names of the modules that become units, in registration order, and why these.
 
     Args:
-        units: what the user asked for. None: the model's own list of blocks, `_no_split_modules`; else the class of
-            the most repeated block in a `ModuleList` or `Sequential`, where a container stands for the blocks inside;
-            else each module with a million parameters of its own. Containers have no forward and are never units.
+        units: what the user asked for. None: the model's own list of blocks, `_no_split_modules`, or those of modules
+            inside; else the classes that repeat in a `ModuleList` or `Sequential`, where a container stands for the
+            blocks inside; else each module with a million parameters of its own. Containers have no forward and are
+            never units.
         named: what the user knows `units` by, for errors.
 
     Raises:
@@ -44,12 +46,42 @@ def find_units(model: nn.Module, units: Units | None, named: str = "units") -> t
 def _find_units(model: nn.Module, units: Units | None, named: str) -> tuple[list[str], str]:
     if units is not None:
         return _asked_for(model, units, named), "as asked"
-    no_split = set(getattr(model, "_no_split_modules", None) or ())
-    if no_split:
-        names = [name for name, module in _children(model) if type(module).__name__ in no_split and _runs(module)]
-        if names:
-            return names, f"the model's own list of blocks: {', '.join(sorted(no_split))}"
+    names, kinds = _declared(model)
+    if names:
+        return names, f"the model's own list of blocks: {', '.join(sorted(kinds))}"
     return _repeated_blocks(model)
+
+
+def layers_in_root(model: nn.Module, units: Sequence[str]) -> list[str]:
+    """Names of the layers of lists that are in none of these units, where together they outweigh the largest one.
+
+    Of a `Sequential` those of which several are alike: others may be a head, whose place is the root.
+    """
+    with absent_in_place(model):
+        modules, counts = {model.get_submodule(name) for name in units}, _counts(model)
+        outside = _Outside(modules)
+        left = {
+            block
+            for each in _lists(model)
+            for block in _blocks_in(each)
+            if (isinstance(each, nn.ModuleList) or counts[type(block)] > 1)
+            and block not in outside.inside
+            and modules.isdisjoint(block.modules())
+        }
+        heavy = outside.weight(left) > max(map(_elements, modules), default=0)
+        return [name for name, module in _children(model) if module in left] if units and heavy else []
+
+
+def _declared(model: nn.Module) -> tuple[list[str], set[str]]:
+    """Modules of the classes in `_no_split_modules`, and these; a module's own list is for all that is inside it."""
+    kinds, blocks, spoken_for = set[str](), set[nn.Module](), set[nn.Module]()
+    for module in model.modules():
+        own = set(getattr(module, "_no_split_modules", None) or ())
+        if own and module not in spoken_for:
+            spoken_for.update(module.modules())
+            kinds |= own
+            blocks |= {part for part in module.modules() if type(part).__name__ in own and _runs(part)}
+    return [name for name, module in _children(model) if module in blocks], kinds
 
 
 def _children(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -133,30 +165,74 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> tuple[list[str], str]:
-    by_kinds = _blocks_in_lists(model)
-    kinds = max(by_kinds, key=lambda kinds: sum(by_kinds[kinds].values()), default=frozenset[type]())
-    blocks = by_kinds.get(kinds, {})
-    if sum(blocks.values()):
-        names = [
-            name
-            for name, module in _children(model)
-            if _has_parameters(module) and (id(module) in blocks or ({type(module)} == kinds and _is_block(module)))
-        ]
-        return names, f"the repeated block {' and '.join(sorted(kind.__name__ for kind in kinds))}"
-    names = [name for name, module in _children(model) if _is_large(module) and _runs(module)]
+    children, blocks, kinds = _children(model), list[nn.Module](), list[type]()
+    lists = [_blocks_in(each) for each in _lists(model)]
+    for kind, of_kind in _by_weight(model, [module for _, module in children]):
+        outside = _Outside(blocks)
+        new = [block for block in of_kind if block not in outside.inside]
+        beside = any({*kinds} & {*map(type, each)} for each in lists if kind in map(type, each))
+        # Less than one unit, and no neighbour of one: its collectives would cost more than its memory in the root.
+        if (weight := outside.weight(new)) and (beside or weight >= max(map(_elements, [*blocks, *new]))):
+            kinds.append(kind)
+            blocks += new
+    if blocks:
+        label = f"the repeated block{'s' * (len(kinds) > 1)} {' and '.join(sorted(kind.__name__ for kind in kinds))}"
+        units = {*blocks}
+        return [name for name, module in children if module in units], label
+    names = [name for name, module in children if _is_large(module) and _runs(module)]
     return names, f"modules with at least {MIN_UNIT_NUMEL:,} parameters of their own"
 
 
-def _blocks_in_lists(model: nn.Module) -> dict[frozenset[type], dict[int, int]]:
-    """The classes that stand for an item of a list; for these the `id` of each such module, and its elements."""
-    by_kinds: dict[frozenset[type], dict[int, int]] = {}
-    for container in model.modules():
-        if isinstance(container, nn.ModuleList | nn.Sequential) and len(container) > 1:
-            for item in container.children():
-                blocks = _blocks_of(item)
-                elements = {id(block): sum(p.numel() for p in block.parameters()) for block in blocks}
-                by_kinds.setdefault(frozenset(map(type, blocks)), {}).update(elements)
-    return by_kinds
+def _by_weight(model: nn.Module, children: Sequence[nn.Module]) -> list[tuple[type, list[nn.Module]]]:
+    """The classes of blocks that repeat in lists, the heaviest first, and their modules, those beside lists included.
+
+    Of a class of which one may stand for an item together with others, those in lists alone: it is often `Sequential`.
+    """
+    lists, counts = _lists(model), _counts(model)
+    listed = {block for each in lists for block in _blocks_in(each)}
+    together = {type(block) for each in lists for item in each if not _runs(item) for block in _blocks_of(item)}
+
+    def of(kind: type) -> list[nn.Module]:
+        everywhere = [module for module in children if type(module) is kind and _has_parameters(module)]
+        return [each for each in everywhere if each in listed or (kind not in together and _is_block(each))]
+
+    def weight(kind: type) -> int:
+        return sum(_elements(block) for block in listed if type(block) is kind)
+
+    return [(kind, of(kind)) for kind in sorted(counts, key=weight, reverse=True) if counts[kind] > 1]
+
+
+class _Outside:
+    """What is outside of some units.
+
+    Attributes:
+        inside: the units, and all modules in them.
+    """
+
+    def __init__(self, units: Iterable[nn.Module]) -> None:
+        self.inside = {part for unit in units for part in unit.modules()}
+        self._theirs = {parameter for module in self.inside for parameter in module.parameters(recurse=False)}
+
+    def weight(self, modules: Iterable[nn.Module]) -> int:
+        """Elements of the parameters that modules have, and the units have not."""
+        return sum(p.numel() for p in {p for module in modules for p in module.parameters()} - self._theirs)
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _counts(model: nn.Module) -> Counter[type]:
+    """How many blocks of lists are of each class; one that stands in a list several times counts as often."""
+    return Counter(type(block) for each in _lists(model) for block in _blocks_in(each))
+
+
+def _lists(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
+    return [each for each in model.modules() if isinstance(each, nn.ModuleList | nn.Sequential) and len(each) > 1]
+
+
+def _blocks_in(layers: nn.ModuleList | nn.Sequential) -> list[nn.Module]:
+    return [block for item in layers for block in _blocks_of(item)]
 
 
 def _blocks_of(item: nn.Module) -> list[nn.Module]:

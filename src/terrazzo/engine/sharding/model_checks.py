@@ -24,7 +24,14 @@ from terrazzo.marks import waits_for_root
 from terrazzo.messages import listed, warn
 from terrazzo.words import DTYPE_FIELDS
 
-__all__ = ["check_device", "check_dtypes", "check_max_norm", "check_model", "warn_of_left_without"]
+__all__ = [
+    "check_device",
+    "check_dtypes",
+    "check_max_norm",
+    "check_model",
+    "warn_of_layers_in_root",
+    "warn_of_left_without",
+]
 
 
 def _check_module(model: object) -> None:
@@ -259,4 +266,13 @@ def warn_of_left_without(units: Sequence[str]) -> None:
             f"{len(units)} units own no parameter, because modules outside of them have the same ones: "
             f"{listed([*map(repr, units)], 5)}. These are gathered with the unit around all that have them; the root "
             "stays gathered all step. Give units= modules that enclose them, or one module in the place of tied ones."
+        )
+
+
+def warn_of_layers_in_root(layers: Sequence[str], why_units: str) -> None:
+    """Say which layers, heavier together than the largest unit, are in none of those that were found."""
+    if layers and dist.get_rank() == 0:
+        warn(
+            f"{len(layers)} layers are in no unit, and outweigh the largest one: {listed([*map(repr, layers)], 5)}. "
+            f"Units are {why_units}; what is in none stays gathered all step. Name these layers, too, in units=."
         )

@@ -21,7 +21,7 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.stock.template import Templates
-from terrazzo.engine.partition.unit_choice import Units, find_units
+from terrazzo.engine.partition.unit_choice import Units, find_units, layers_in_root
 from terrazzo.engine.partition.unit_members import UnitSpec, left_without, partition
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
@@ -44,6 +44,7 @@ from terrazzo.engine.sharding.model_checks import (
     check_dtypes,
     check_max_norm,
     check_model,
+    warn_of_layers_in_root,
     warn_of_left_without,
 )
 from terrazzo.engine.sharding.optimizer_checks import assign_checked, checked_templates
@@ -165,6 +166,8 @@ def _read_arguments(
     check_dtypes(model, precision)
     check_max_norm(model, axes)
     names, why_units = find_units(model, options.units)
+    if options.units is None:
+        warn_of_layers_in_root(layers_in_root(model, names), why_units)
     stages = stages_of(model)
     drawn = partition(model, names, None if stages is None else stages.tied_ranks)
     warn_of_left_without(left_without(model, names, drawn))

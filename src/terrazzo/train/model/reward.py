@@ -28,7 +28,6 @@ class RewardModel(nn.Module):
     def __init__(self, body: nn.Module, name: str, width: int) -> None:
         super().__init__()
         self.config, self.body_name = body.config, name
-        self._no_split_modules = getattr(body, "_no_split_modules", None)
         self.add_module(name, body)
         self.score = Linear(width, 1)
 
