@@ -274,6 +274,17 @@ def test_control_messages_stay_small() -> None:
         assert found.count["control"] == 3  # the ends of forward and backward, and who got gradients
 
 
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_control_messages_are_promised_with_the_flag_of_an_overflow(plan: str, local: bool) -> None:
+    with fake_group(8):
+        model, optimizer = shard_simulated(plan, (8, 1), "fp16")
+        for _ in range(2):
+            found = one_step(model, optimizer, 2, local)
+        told = engine_of(model).promise.traffic(micro_batches=2, local=local)
+        assert found.bytes["control"] == told.bytes["control"]
+
+
 @pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_real_ranks_send_what_the_formulas_say(plan: str) -> None:
