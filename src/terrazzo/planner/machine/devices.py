@@ -43,6 +43,7 @@ from terrazzo.processes.system import control_groups, text_of
 __all__ = [
     "DRIVE_RATED_BYTES",
     "FORMATS",
+    "SEEN_ELSE",
     "Cluster",
     "Device",
     "MeasuredHost",
@@ -324,7 +325,7 @@ def device_of_row(row: Mapping[str, str]) -> Device:
         return {name: value for name, column in columns.items() if (value := figure(column, 1e12)) is not None}
 
     seen, nominal = figure("torch_total_gib", 2**30), float(row["mem_gb_marketing"]) * 1e9
-    share = LEAST_SEEN.get(row["mem_type"], LEAST_SEEN_ELSE)
+    share = LEAST_SEEN.get(row["arch"], SEEN_ELSE)
     return Device(
         name=row["name"],
         capability=None if row["compute_capability"].startswith("gfx") else float(row["compute_capability"]),
@@ -358,10 +359,11 @@ def _entry(table: Mapping[str, T], row: Mapping[str, str], column: str, name: st
     return table[row[column]]
 
 
-LEAST_SEEN = {"GDDR6": 0.98}
-LEAST_SEEN_ELSE = 1.05
-"""What torch sees of nominal decimal GB, by kind of memory: the least of the table's devices where it is known, rounded
-down. GDDR6 gives a part of it to ECC."""
+LEAST_SEEN = {"Volta": 1.05, "Ampere GA102": 0.98, "Hopper": 1.05, "CDNA3": 1.05}
+SEEN_ELSE = 1.0
+"""What torch sees of nominal decimal GB, by `arch`: no more than the table's devices of that generation of which it is
+known, and of another no more than the GB that are sold, of which a B300 shows no more either. GDDR6 gives a part to
+ECC."""
 
 
 def _host_memory_bytes() -> int:

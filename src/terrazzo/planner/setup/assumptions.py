@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.planner.machine.devices import Device
+from terrazzo.planner.machine.devices import SEEN_ELSE, Device
 from terrazzo.planner.setup.build_setup import MICRO_BATCHES_PER_STAGE, OPTIMIZER, PRECISION, precision_of
 from terrazzo.planner.setup.kernels import why_unfused
 from terrazzo.planner.setup.request import Request
@@ -31,9 +31,12 @@ def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
         )
     device = setup.cluster.device
     if device.assumed_share is not None and device.memory_bytes:
+        others = "which no device of its generation of the table is below"
+        if device.assumed_share == SEEN_ELSE:
+            others = "since it is known of no device of its generation"
         notes.append(
             f"How much memory torch sees of {device.name} is not known: {device.assumed_share:g} times the nominal GB, "
-            f"the least of devices of its kind, is assumed: {device.memory_bytes / 2**30:.1f} GiB (--memory-gb)."
+            f"{others}, is assumed: {device.memory_bytes / 2**30:.1f} GiB (--memory-gb)."
         )
     if device.kind == "cuda" and device.watts is None and device.peak_flops and setup.model.layers:
         notes.append(
