@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import terrazzo as tz
 from terrazzo.engine.comm.failed_exchanges import Exchange, MeshGroups
+from terrazzo.engine.comm.failure_reports import FailureReports, RankReport
 from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.instrumentation.places import RankPlace
 from terrazzo.engine.runtime.private_torch import default_store
 from tests.helpers.processes import Pool
 
@@ -54,6 +56,17 @@ def test_a_rank_that_does_not_come_to_shard_is_named(near: str) -> None:
     assert said.startswith("Other ranks have not come to an exchange in time") and said.endswith(
         "; of rank 1 nothing is known."
     )
+
+
+def test_a_rank_is_told_of_in_its_own_words_where_another_does_not_know_its_names() -> None:
+    alone, unnamed = RankPlace("model.state_dict()", "", code=3), RankPlace("the weights of unit 0", "", code=7)
+    groups, waits = {"g": [0, 1]}, RankPlace("the weights of the root unit", "", code=7)
+    reports = FailureReports(RankReport(groups, []))
+    reports._reports = {
+        0: RankReport(groups, [("g", alone)], {0: alone, 1: unnamed}),
+        1: RankReport(groups, [("g", RankPlace("a norm", "", code=9)), ("g", waits)]),
+    }
+    assert "rank 0 at model.state_dict(); rank 1 at the weights of the root unit." in str(reports.apart())
 
 
 class Late(torch.autograd.Function):

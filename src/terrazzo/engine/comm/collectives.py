@@ -70,7 +70,6 @@ class Collectives(ControlExchanges, ABC):
     def __init__(self, links: Links, traffic: Traffic, ledger: Ledger) -> None:
         super().__init__(links, traffic, ledger)
         self.trail, self.checksum = _new_trail(), 0
-        self._routes: dict[tuple[str, bool], dist.ProcessGroup] = {}  # of messages, where their group has no tags
 
     def counted_by(self, traffic: Traffic) -> Self:
         """The same connections, with what goes through them from here counted by `traffic`."""
@@ -181,6 +180,10 @@ class NativeCollectives(Collectives):
 
     all_reduce_steps = 1
     says_labels = False
+
+    def __init__(self, links: Links, traffic: Traffic, ledger: Ledger) -> None:
+        super().__init__(links, traffic, ledger)
+        self._routes: dict[tuple[str, bool], dist.ProcessGroup] = {}  # of messages, which have no tags
 
     def open_routes(self, routes: Sequence[MessageRoute], device: torch.device) -> None:
         """NCCL knows no tags: of two ranks, each runs what it sends and receives in its own order, and waits for the

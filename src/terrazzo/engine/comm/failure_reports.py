@@ -56,6 +56,12 @@ class RankReport:
         """Its pending exchanges in one group."""
         return [place for of_group, place in self.pending if of_group == group]
 
+    def own_words(self, rank: int, seen: Mapping[int, RankPlace]) -> RankPlace | None:
+        """Where this report's `rank` has been `seen`, in its own words: others may not know the names of its units."""
+        if rank in self.seen or rank not in seen:
+            return self.seen.get(rank)
+        return next((place for _, place in self.pending if place.code == seen[rank].code), None)
+
 
 class FailureReports:
     """The reports of the ranks of a mesh, as far as this one knows: `own` is its own."""
@@ -106,7 +112,9 @@ class FailureReports:
             seen |= report.seen
         if not seen:
             return None
-        own = {rank: report.seen[rank] for rank, report in self._reports.items() if rank in report.seen}
+        own = {
+            rank: place for rank, report in self._reports.items() if (place := report.own_words(rank, seen)) is not None
+        }
         places = self._oldest_pending() | seen | own  # each knows itself best
         return RanksApart(f"{NOT_THE_SAME}: {self._told(places)}. {edits_of(places)}")
 

@@ -235,7 +235,7 @@ class Label:
 
     def place(self, detail: str = "") -> RankPlace:
         """Where a rank is that comes to this exchange."""
-        return RankPlace(str(self), self.edit, detail)
+        return RankPlace(str(self), self.edit, detail, self.code)
 
     def check(self, size_bytes: int, rank: int, code: int, their_bytes: int) -> None:
         """Refuse what another rank brings to this exchange, where it is not what this rank expects.

@@ -21,11 +21,13 @@ class RankPlace(NamedTuple):
         name: what is exchanged.
         edit: what errors ask for where others are elsewhere.
         detail: how much, for ranks that differ in that alone.
+        code: of its label, by which a rank that knows more names finds its own words for it; -1 where it is not known.
     """
 
     name: str
     edit: str
     detail: str = ""
+    code: int = -1
 
 
 class PlacesDiffer(RanksApart):

@@ -225,10 +225,10 @@ def _fill(chunks: Sequence[Tensor], sources: Sequence[_Source]) -> None:
 
 
 def _turn_of(kind: str) -> Literal["gather", "reduce"]:
-    """With which exchanges one comes in turn: those meet that are not alike.
+    """The thread on which exchanges of a kind run, one after the other.
 
-    Updated weights come with gradients, beside which there are none: whose rank has left out a step, or a backward,
-    meets the gradients of others, or they its own. Else each would wait, for the one in one order, and in the other.
+    Updated weights share that of gradients, though they are gathered: a rank that has left out a step meets another's
+    updated weights with its gradient, and both raise. On threads of their own, both would wait.
     """
     return "reduce" if kind == "reduce_scatter" or moving.get().purpose is Purpose.UPDATED else "gather"
 
