@@ -236,6 +236,23 @@ def test_a_tied_weight_is_initialised_with_its_own_unit_alone(plan: str) -> None
     assert bool(first["head.bias"].any())
 
 
+@pytest.mark.parametrize("units", [[], [nn.Linear]])
+def test_a_tied_weight_has_the_values_of_its_first_holder(units: Any) -> None:
+    """As torch's own construction, where the head takes the embedding's weight: its own would be far smaller."""
+
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(400, 64), nn.Linear(64, 400))
+        model[1].weight = model[0].weight
+        return model
+
+    with torch.device("meta"):
+        model = tied()
+    with fake_group(1):
+        found = full_parameters(tz.shard(model, None, "zero3", units=units)[0])
+    for name, value in tied().named_parameters():
+        assert found[name].std().item() == pytest.approx(value.std().item(), rel=0.2), name
+
+
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
 def test_values_that_are_there_stay(plan: str) -> None:
     """Beside meta ones in the same module, which is initialised as a whole."""

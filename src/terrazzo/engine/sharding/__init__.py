@@ -16,7 +16,7 @@
     _build_units, one after the other   InitialValues.draw, synchronize, Bucket                 shard, initial_values
     _make_engine                        schedule, hooks, `Engine`                               shard
     put_on, for each optimizer          an OptimizerDriver; `tz.attach` comes in here           attach
-    _intercept                          what users call from now on; see `interception`               shard
+    _intercept                          what users call from now on; see `interception`      shard
 
 One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of a `BucketLayout`, elements of the
 `Resting` that holds this rank's part, and a view of `FullWeights`.
@@ -32,7 +32,7 @@ One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of a `
     replica_checks       whether replicas can train by themselves
     packed_checks        whether frozen matrices can be kept in 4 bits
     compared_facts       what must be the same on all ranks: versions, the model, what they were told
-    initial_values       what a model on the meta device begins with, unit by unit
+    initial_values       what a model on the meta device begins with; any model's buffers, moved and made equal on ranks
     attach               puts optimizers on a sharded model
 
 Read them in that order.

@@ -65,7 +65,8 @@ class InitialValues:
 
         What several ranks share is drawn whole on each of them, and then each keeps its part. Units come one after the
         other, the root first, and the modules of each in their order: the values do not depend on the mesh, but other
-        units give other values. What other ranks alone keep goes again.
+        units give other values. A tied parameter has the values that the module of its first name gives it. Parameters
+        that only other ranks have are drawn for what comes after them, and then dropped.
 
         Returns:
             The new parameters; equal on all ranks that have the same of them.
@@ -76,8 +77,9 @@ class InitialValues:
         touched = {id(parameters) for member, _ in fresh for parameters, _ in member.registered}
         for module in spec.module.modules():  # the unit is around all that have one of its parameters
             if id(module._parameters) in touched:
+                its_own = (member for member, _ in fresh if member.registered[0][0] is module._parameters)
                 with readable(module):
-                    self._initialize(module, {member.parameter for member, _ in fresh})
+                    self._initialize(module, {member.parameter for member in its_own})
         own = fresh[: len(fresh) - len(spec.drawn)]
         for parameters, attribute in (each for member in spec.drawn for each in member.registered):
             parameters[attribute] = None

@@ -68,9 +68,9 @@ def shard(  # structure: signature fixed by the design
 ) -> tuple[M, Any]:
     """Place a model's weights, gradients and optimizer state over ranks as `plan` says.
 
-    Both objects are changed in place and returned: the model runs, and the optimizer steps, as before. Weights that
-    differ between ranks take the first rank's values. A model on the meta device is given values unit by unit, so that
-    no rank ever holds all of it.
+    Both objects are changed in place and returned: the model runs, and the optimizer steps, as before. Weights and
+    buffers that differ between ranks take the first rank's values, and all buffers move to the device. A model on the
+    meta device is given values unit by unit, so that no rank ever holds all of it.
 
     Args:
         model: any module with contiguous parameters. Freeze what is to be frozen before.
