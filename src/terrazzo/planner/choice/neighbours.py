@@ -44,14 +44,17 @@ def neighbours(request: Request, found: Sequence[Estimate]) -> Iterator[Request]
             yield neighbour
 
 
-def steps_beyond(request: Request, best: Setup, tried: Sequence[Request]) -> Iterator[Request]:
+def steps_beyond(request: Request, found: Estimate, tried: Sequence[Request]) -> Iterator[Request]:
     """Twice as many ranks along each axis, stages and sequences of a micro-batch, where that is more than is tried.
+
+    No more sequences where memory is not known, or not all of it is counted: they would fit without end.
 
     Args:
         tried: the meshes that are tried with everything. What comes of a mesh beside them has its micro-batch open.
     """
-    chosen = request_of(request, best)
-    if request.micro_batch is None and request.global_batch is None and best.micro_batch >= _most_sequences(request):
+    best = found.setup
+    chosen, is_open = request_of(request, best), request.micro_batch is None and request.global_batch is None
+    if is_open and found.memory.fits_surely is not None and best.micro_batch >= _most_sequences(request):
         yield replace(chosen, micro_batch=2 * best.micro_batch)
     if not request.parallel:
         return

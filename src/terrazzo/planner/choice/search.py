@@ -126,7 +126,7 @@ class _SearchWalk:
         while (first := min(self.fitting[before:], key=key, default=None)) is not best:
             best = first
             assert best is not None
-            for step in [each for each in steps_beyond(request, best.setup, tried) if each not in taken]:
+            for step in [each for each in steps_beyond(request, best, tried) if each not in taken]:
                 taken.append(step)
                 sizes = modes_and_sizes(step).sizes
                 self._grow(step, tuple(size for size in sizes if 2 * size >= best.setup.micro_batch) or sizes[-1:])
