@@ -20,6 +20,8 @@ from _pytest.assertion import rewrite
 from torch.distributed.device_mesh import init_device_mesh
 
 from terrazzo.engine.comm.collectives import MessageRoute
+from terrazzo.engine.comm.failed_exchanges import MeshGroups
+from terrazzo.engine.comm.links import Links
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from tests.helpers import processes, programs, suite
 from tests.helpers.cover import cover, in_turns, places, turn_of
@@ -88,7 +90,7 @@ def test_a_thread_that_waits_for_a_message_ends_with_the_one_that_fails() -> Non
     def body(rank: int) -> None:
         if rank == 0:
             raise ZeroDivisionError
-        links = ThreadedCollectives(dist.group.WORLD, Traffic(), Ledger(), "pp")
+        links = ThreadedCollectives(Links(dist.group.WORLD, dist.group.WORLD, "pp", MeshGroups()), Traffic(), Ledger())
         links.receive(torch.empty(2), MessageRoute("value", 0, 1), 0).wait()
 
     before = threading.active_count()

@@ -140,7 +140,7 @@ def test_layers_in_the_root_that_outweigh_a_unit_are_named_before_anything_chang
 
     model = Declared()
     model.blocks.extend([Mixer(nn.LayerNorm(13)) for _ in range(2)])
-    with fake_group(2), pytest.raises(UserWarning, match=r"3 layers are in no unit.*'blocks\.0'.*Mixer.*in units="):
+    with fake_group(2), pytest.raises(UserWarning, match=r"In no unit.*3 layers, 'blocks\.0'.*Mixer.*in units="):
         tz.shard(model, None, "zero3")
     assert unit_names(model, ["blocks.*"]) == ["", *(f"blocks.{index}" for index in range(5))]
 

@@ -139,6 +139,7 @@ def loss_of(model, x):
     return model(x).square().mean()
 
 
+@pytest.mark.filterwarnings("ignore:In no unit")  # one block is larger than the others
 @pytest.mark.parametrize(
     ("make", "plan", "match", "edit"),
     [

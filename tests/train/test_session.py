@@ -306,7 +306,7 @@ def test_a_row_shows_the_learning_rate_that_its_step_was_taken_with(tmp_path: Pa
     assert len(set(rates)) == 4
 
 
-def test_an_overwriting_run_that_cannot_start_removes_nothing_and_another_says_what(
+def test_an_overwriting_run_that_cannot_start_removes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(config_in(tmp_path))

@@ -21,7 +21,7 @@ from terrazzo.engine.plan.precision import MOMENTS_NAMES, Precision
 from terrazzo.engine.runtime.dtensors import is_dtensor
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.marks import waits_for_root
-from terrazzo.messages import listed, warn
+from terrazzo.messages import counted, listed, warn
 from terrazzo.words import DTYPE_FIELDS
 
 __all__ = [
@@ -273,6 +273,6 @@ def warn_of_layers_in_root(layers: Sequence[str], why_units: str) -> None:
     """Say which layers, heavier together than the largest unit, are in none of those that were found."""
     if layers and dist.get_rank() == 0:
         warn(
-            f"{len(layers)} layers are in no unit, and outweigh the largest one: {listed([*map(repr, layers)], 5)}. "
-            f"Units are {why_units}; what is in none stays gathered all step. Name these layers, too, in units=."
+            f"In no unit, and heavier than the largest one: {counted(len(layers), 'layer')}, "
+            f"{listed([*map(repr, layers)], 5)}. Units are {why_units}; what is in none stays gathered all step. Name these layers, too, in units=."
         )
