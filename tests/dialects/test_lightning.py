@@ -419,6 +419,10 @@ def test_what_lightning_does_not_save_is_told() -> None:
     assert "nothing is saved" in found.text
     for arguments in ({"every_n_train_steps": 9}, {"every_n_epochs": 0}, {"every_n_train_steps": 0}):
         assert described("lightning", {**run, "callbacks": saver(**arguments)}).value("saving.when") == "never"
+    nulls = {"every_n_train_steps": None, "every_n_epochs": None, "train_time_interval": None}  # as LightningCLI prints
+    by_default = pytest.importorskip("lightning.pytorch").callbacks.ModelCheckpoint(**nulls)
+    assert (by_default._every_n_train_steps, by_default._every_n_epochs) == (0, 1)  # at ends of epochs
+    assert described("lightning", {**run, "callbacks": saver(**nulls)}).value("saving.when") != "never"
     several = {**run, "callbacks": [saver(every_n_train_steps=3), saver(every_n_train_steps=7, dirpath="elsewhere")]}
     outcomes = {each.key: each.why for each in converted("lightning", "terrazzo", several).verdicts}
     assert "several" in outcomes["callbacks"]

@@ -118,7 +118,8 @@ def _savers(key: str, savers: list[Mapping[str, Any]], total: int | None) -> tup
 
 def _saver(key: str, arguments: Mapping[str, Any], total: int | None) -> tuple[SettingsByPath, list[str]]:
     every, top, by = integer().parse(arguments.get(_EVERY) or 0), _top(arguments), arguments.get("monitor")
-    off = not any(arguments.get(name) for name in _TRIGGERS) and any(name in arguments for name in _TRIGGERS)
+    triggers = [arguments[name] for name in _TRIGGERS if arguments.get(name) is not None]  # with none, ends of epochs
+    off = bool(triggers) and not any(triggers)
     if top == 0 or off or (total is not None and every > total):
         return {"saving.when": Setting("never", "file", key)}, []
     settings, lost = {}, []
