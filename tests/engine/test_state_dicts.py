@@ -216,6 +216,22 @@ def test_states_of_frozen_parameters_are_left_out_with_a_warning() -> None:
     on_ranks(1, body)
 
 
+def test_two_values_for_one_tied_parameter_are_refused() -> None:
+    untied, tied = Net(), Net()
+    tied.head.weight = tied.embed.weight
+    state = untied.state_dict()
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(copy.deepcopy(tied), None, "zero3")
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(tz.BadInput, match=r"'embed\.weight' and 'head\.weight' have different values"):
+            model.load_state_dict(state)
+        assert_equal(model.state_dict(), before)
+        model.load_state_dict(state | {"head.weight": state["embed.weight"].clone()})
+
+    on_ranks(2, body)
+
+
 def test_hooks_for_state_dicts_are_called_and_tied_weights_share_memory() -> None:
     base = Net()
     base.head.weight = base.embed.weight

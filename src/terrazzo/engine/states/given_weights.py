@@ -138,11 +138,26 @@ class GivenWeights:
                 f"load_state_dict: {len(wrong)} entries do not fit: {'; '.join(wrong)}. Give full tensors, from a model"
                 " that was built as this one was."
             )
+        self._check_tied(state, shapes)
         if spread and self._engine.axes.stage_axis:
             raise BadInput(
                 f"load_state_dict: {listed([*map(repr, spread)])} are DTensors, and this rank has stages of the model "
                 "(pp): the others would have to gather them as well. Give full tensors."
             )
+
+    def _check_tied(self, state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse two values for one parameter, of which plain PyTorch keeps that of its last name.
+
+        Raises:
+            BadInput: there.
+        """
+        for first, *others in ([name for name in names if name in state] for names in self._names):
+            for other in others if first in shapes else ():
+                if not _alike(state[first], state[other]):
+                    raise BadInput(
+                        f"load_state_dict: {first!r} and {other!r} have different values, and are one parameter here, "
+                        "tied. Nothing has been loaded. Leave out one of them, or shard a model that is not tied."
+                    )
 
 
 _GIVE_ALL = (
@@ -158,6 +173,18 @@ def _fault(value: object, shape: tuple[int, ...]) -> str | None:
     if tuple(value.shape) != shape:
         return f"is {tuple(value.shape)} and should be {shape}"
     return "is on the meta device, and has no values" if value.is_meta else None
+
+
+def _alike(one: object, other: object) -> bool:
+    """Whether two entries for one parameter say the same; DTensors are not compared, which would be collective."""
+    if (
+        one is other
+        or not (isinstance(one, Tensor) and isinstance(other, Tensor))
+        or is_dtensor(one)
+        or is_dtensor(other)
+    ):
+        return True
+    return one.shape == other.shape and torch.equal(one, other.to(one))
 
 
 def _name_in(state: Mapping[str, Tensor], names: Sequence[str]) -> str | None:
