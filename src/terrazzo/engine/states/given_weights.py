@@ -151,8 +151,9 @@ class GivenWeights:
         Raises:
             BadInput: there.
         """
-        for first, *others in ([name for name in names if name in state] for names in self._names):
-            for other in others if first in shapes else ():
+        for given in ([name for name in names if name in state] for names in self._names):
+            first = given[0] if given else ""
+            for other in given[1:] if first in shapes else ():
                 if not _alike(state[first], state[other]):
                     raise BadInput(
                         f"load_state_dict: {first!r} and {other!r} have different values, and are one parameter here, "
