@@ -75,7 +75,7 @@ def prune(  # structure: signature fixed by what may be kept
 def clear(folder: str | os.PathLike[str]) -> list[str]:
     """Remove every complete checkpoint in `folder`, damaged too; returns their names. For one process, as `prune`."""
     store = open_store(folder)
-    names = list(complete_names(store))
+    names = complete_names(store)
     for name in names:
         _remove(store, name)
     return names

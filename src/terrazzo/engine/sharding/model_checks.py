@@ -274,6 +274,6 @@ def warn_of_layers_in_root(layers: Sequence[str], why_units: str) -> None:
     if layers and dist.get_rank() == 0:
         warn(
             f"In no unit, and heavier than the largest one: {counted(len(layers), 'layer')}, "
-            f"{listed([*map(repr, layers)], 5)}. "
-            f"Units are {why_units}; what is in none stays gathered all step. Name these layers, too, in units=."
+            f"{listed([*map(repr, layers)], 5)}. Units are {why_units}; what is in none stays gathered all step. Name "
+            "these layers, too, in units=."
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.consensus.digest import compared_digest
+from terrazzo.engine.consensus.digest import compared_digest, digest
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.partition.unit_members import parameters_by_names
@@ -151,9 +151,9 @@ class GivenWeights:
         Raises:
             BadInput: there.
         """
-        for given in ([name for name in names if name in state] for names in self._names):
-            first = given[0] if given else ""
-            for other in given[1:] if first in shapes else ():
+        for names in self._names:
+            first, *others = [name for name in names if name in state] or [""]
+            for other in others if first in shapes else ():
                 if not _alike(state[first], state[other]):
                     raise BadInput(
                         f"load_state_dict: {first!r} and {other!r} have different values, and are one parameter here, "
@@ -176,16 +176,11 @@ def _fault(value: object, shape: tuple[int, ...]) -> str | None:
     return "is on the meta device, and has no values" if value.is_meta else None
 
 
-def _alike(one: object, other: object) -> bool:
+def _alike(one: Tensor, other: Tensor) -> bool:
     """Whether two entries for one parameter say the same; DTensors are not compared, which would be collective."""
-    if (
-        one is other
-        or not (isinstance(one, Tensor) and isinstance(other, Tensor))
-        or is_dtensor(one)
-        or is_dtensor(other)
-    ):
+    if one is other or not all(isinstance(each, Tensor) and not is_dtensor(each) for each in (one, other)):
         return True
-    return one.shape == other.shape and torch.equal(one, other.to(one))
+    return one.shape == other.shape and torch.equal(digest(one), digest(other.to(one)))
 
 
 def _name_in(state: Mapping[str, Tensor], names: Sequence[str]) -> str | None:

@@ -75,10 +75,8 @@ def suspect_notes(config: Config) -> list[str]:
 
 def clear_checkpoints(config: Config) -> list[str]:
     """Remove what `checkpoint.overwrite` allows to, just before training; returns a line about it. For one rank."""
-    if config.checkpoint.resume != "never" or not config.checkpoint.overwrite:
-        return []
-    removed = clear(config.checkpoint_folder)
-    if not removed:
+    anew = config.checkpoint.resume == "never" and config.checkpoint.overwrite
+    if not (anew and (removed := clear(config.checkpoint_folder))):
         return []
     return [f"anew: removed {listed(removed)} of an earlier run in {config.checkpoint_folder} (checkpoint.overwrite)"]
 
