@@ -53,8 +53,12 @@ def steps_beyond(request: Request, found: Estimate, tried: Sequence[Request]) ->
         tried: the meshes that are tried with everything. What comes of a mesh beside them has its micro-batch open.
     """
     best = found.setup
-    chosen, is_open = request_of(request, best), request.micro_batch is None and request.global_batch is None
-    if is_open and found.memory.fits_surely is not None and best.micro_batch >= _most_sequences(request):
+    chosen = request_of(request, best)
+    if (
+        _leaves_sequences_open(request)
+        and found.memory.fits_surely is not None
+        and best.micro_batch >= _most_sequences(request)
+    ):
         yield replace(chosen, micro_batch=2 * best.micro_batch)
     if not request.parallel:
         return
@@ -78,9 +82,14 @@ def beyond(request: Request, best: Setup, tried: Sequence[Request]) -> tuple[str
     more = [f"{axis} {size} (--{axis})" for axis, (size, most) in ranks.items() if size > most]
     if best.virtual_stages > max(TRIED_CHUNKS[-1], request.virtual_stages or 1):
         more.append(f"{best.virtual_stages} stages of a rank (--virtual-stages)")
-    if request.micro_batch is None and request.global_batch is None and best.micro_batch > _most_sequences(request):
+    if _leaves_sequences_open(request) and best.micro_batch > _most_sequences(request):
         more.append(f"micro-batch {best.micro_batch} (--micro-batch)")
     return tuple(more)
+
+
+def _leaves_sequences_open(request: Request) -> bool:
+    """Whether a micro-batch may have any number of sequences, since no batch says which divide it."""
+    return request.micro_batch is None and request.global_batch is None
 
 
 def _most_sequences(request: Request) -> int:
@@ -101,7 +110,7 @@ def _of_one(request: Request, estimate: Estimate, schedules: bool) -> Iterator[R
     of ranks and, if `schedules`, other schedules.
     """
     setup = estimate.setup
-    if request.micro_batch is None and request.global_batch is None and setup.micro_batch % 2 == 0:
+    if _leaves_sequences_open(request) and setup.micro_batch % 2 == 0:
         yield replace(request_of(request, setup), micro_batch=setup.micro_batch // 2 * 3)
     yield from _other_groups(request, setup)
     if schedules and request.parallel and setup.mesh.pp > 1 and not setup.as_megatron:
