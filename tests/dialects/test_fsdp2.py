@@ -10,8 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.formats.fsdp2.keys import KEYS
@@ -42,6 +49,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "open": {"mesh": [None, 1]},
     "larger mesh": {"mesh": {**MESH, "tp": 2}, "dp_mesh_dims": {"shard": "dp_shard", "replicate": "dp_replicate"}},
     "context": {"mesh": {"dp_shard": 4, "cp": 2}, "dp_mesh_dims": {"shard": ["dp_shard", "cp"]}},
+    "experts": {"mesh": {"dp_shard": 2, "ep": 4}, "dp_mesh_dims": {"shard": ["dp_shard", "ep"]}},
     "policy": {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"}},
     "casts": {"mp_policy": {"param_dtype": "bfloat16", "cast_forward_inputs": False}},
     "offload": {"offload_policy": "CPUOffloadPolicy", "ignored_params": ["head.weight"]},
@@ -250,6 +258,7 @@ def test_names_that_contradict_their_order_are_told(names: tuple[str, ...], word
         {"mesh": {"dp_shard": 4}, "dp_mesh_dims": {"shard": "shards"}},
         {"mesh": {"dp": 2, "tp": 4}, "dp_mesh_dims": {"shard": ["dp", "tp"]}},
         {"mesh": {"pp": 2, "dp": 4}, "dp_mesh_dims": {"shard": "dp", "replicate": "pp"}},
+        {"mesh": {"dp": 2, "ep": 4}, "dp_mesh_dims": {"shard": "dp"}},
     ],
 )
 def test_a_mesh_that_is_none_is_refused(document: dict[str, Any]) -> None:
@@ -341,6 +350,9 @@ def as_torch(document: dict[str, Any]) -> dict[str, Any]:
     if (mesh := arguments.pop("mesh", None)) is not None:
         sizes, names = (tuple(mesh.values()), tuple(mesh)) if isinstance(mesh, dict) else (tuple(mesh), None)
         arguments["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    if dims := arguments.pop("dp_mesh_dims", None):
+        tuples = {key: (names,) if isinstance(names, str) else tuple(names) for key, names in dims.items()}
+        arguments["dp_mesh_dims"] = DataParallelMeshDims(**tuples)
     if (offload := arguments.pop("offload_policy", None)) is not None:
         arguments["offload_policy"] = (
             CPUOffloadPolicy(pin_memory=False) if offload != "OffloadPolicy" else OffloadPolicy()
@@ -368,6 +380,55 @@ def test_torch_takes_what_is_written(source: str, document: dict[str, Any], spli
         assert weight.to_local().shape == (8 // split, 8)
         assert weight.placements[-1] == Shard(0)
         assert all(placement == Replicate() for placement in weight.placements[:-1])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name", "axes", "split"),
+    [
+        ({}, "zero3", {"dp_shard": 4, "ep": 2}, 8),
+        ({"tp": 2}, "zero3", {"dp_shard": 2, "ep": 2, "tp": 2}, 4),
+        ({"dp_replicate": 2}, "hybrid_shard", {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 4),
+        ({}, "zero0", {"dp_replicate": 4, "ep": 2, "dp_shard": 1}, 1),
+    ],
+)
+def test_ranks_that_share_experts_are_data_ranks_in_a_mesh_that_torch_takes(
+    mesh: dict[str, Any], name: str, axes: dict[str, int], split: int
+) -> None:
+    source = {"plan": {"name": name, "mesh": {**mesh, "ep": 2}}}
+    conversion = converted("terrazzo", "fsdp2", source, world=8)
+    assert conversion.document["mesh"] == axes and conversion.after.value("mesh.ep") == 2
+    assert not conversion.refused and not [each for each in conversion.verdicts if each.kind == "lossy"]
+    with fake_group(8):
+        arguments = as_torch(conversion.document)
+        spmd, dims = arguments["mesh"], arguments["dp_mesh_dims"]
+        without = {name: tuple(axis for axis in axes if axis != "ep") for name, axes in vars(dims).items() if axes}
+        dense, expert = (torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+        for module, named in ((dense, dims), (expert, DataParallelMeshDims(**without))):
+            places = [Shard(0) if axis == "ep" and module is expert else Replicate() for axis in spmd.mesh_dim_names]
+            module.weight = torch.nn.Parameter(distribute_tensor(module.weight.detach(), spmd, places))
+            fully_shard(module, **{**arguments, "dp_mesh_dims": named})
+        assert isinstance(dense.weight, DTensor) and isinstance(expert.weight, DTensor)
+        assert dense.weight.to_local().numel() == expert.weight.to_local().numel() * (2 if split == 1 else 1)
+        assert dense.weight.to_local().shape == (8 // split, 8)
+
+
+def test_a_number_beside_named_axes_is_refused_as_torch_does() -> None:
+    source = {"plan": {"name": "hpz", "mesh": {"dp_replicate": 2, "dp_shard": 2, "tp": 2}}}
+    conversion = converted("terrazzo", "fsdp2", source, world=8)
+    assert conversion.document["mesh"] == {"dp_shard": 4, "tp": 2} and conversion.document["reshard_after_forward"]
+    assert not conversion.faults and "no second copy" in str(conversion.verdicts)
+    number = {**conversion.document, "reshard_after_forward": 2}
+    assert findings_by_key("fsdp2", number)["reshard_after_forward"].level == "error"
+    with fake_group(8), pytest.raises(NotImplementedError, match="dp_mesh_dims"):
+        fully_shard(torch.nn.Linear(8, 8), **as_torch(number))
+
+
+def test_experts_over_more_ranks_than_shards_are_refused() -> None:
+    source = {"plan": {"name": "zero3", "mesh": {"tp": 4, "ep": 4}}}  # there along tp, too
+    conversion = converted("terrazzo", "fsdp2", source, world=8)
+    (refused,) = conversion.refused
+    assert refused.key == "plan.mesh.ep" and "divides its 2" in refused.why
+    assert conversion.document["mesh"] == {"dp_shard": 2, "tp": 4}
 
 
 @pytest.mark.parametrize("module", [None, []])

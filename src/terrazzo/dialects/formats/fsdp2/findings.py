@@ -18,6 +18,10 @@ def findings(reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     if low := narrow_sums(reading.description):
         text = f"a loop that switches it off sums gradients in {low} until they are reduced: left on, it sums in fp32"
         yield Finding.warning("set_requires_gradient_sync", text)
+    number = document.get("reshard_after_forward")
+    if isinstance(number, int) and not isinstance(number, bool) and document.get("dp_mesh_dims"):
+        text = f"fully_shard raises on {number} beside dp_mesh_dims: say true, weights are freed after forward."
+        yield Finding.error("reshard_after_forward", text)
     mesh = document.get("mesh")
     if isinstance(mesh, Mapping) and set(mesh) & set(MESH_ORDER) and not document.get("dp_mesh_dims"):
         text = "fully_shard takes every axis of this mesh for a data axis: say which are, in dp_mesh_dims."

@@ -83,9 +83,12 @@ KEYS: dict[str, Key] = {
     "reshard": Key(ANY, None, "frees by hand", "harmless", "gathers are scheduled by the library there"),
 }
 
-MESH_ORDER = ("pp", "cp", "sp", "ep", "tp")
-"""Axes that are no data axes, as they stand in a mesh: pipelines before the data axes, all others after them.
+MESH_ORDER = ("pp", "ep", "cp", "sp", "tp")
+"""Axes that are no data axes by their names, as they stand in a mesh: pipelines before the data axes, others after.
 
 The order counts: context parallel ranks join the shards, and a tensor that FSDP cuts after tensor parallelism did is
 stored in strides (DTensor's `_StridedShard`) that only the same order of axes reads back as one.
+
+Ranks along `ep` are data ranks of all but the experts: the data axis whose ranks have other experts each is cut in two,
+the rest of it and `ep`, and `dp_mesh_dims` names both. Calls on the experts name the rest alone.
 """

@@ -89,15 +89,19 @@ def _by_order(reader: Reader, sizes: dict[str, int | None], others: dict[str, in
     if not 1 <= len(values) <= 2:
         reader.refuse("mesh", f"it has {len(values)} data axes; fully_shard takes shards, or replicas and shards")
         return _Mesh(others=others)
-    return _Mesh(values[0] if len(values) == 2 else 1, values[-1], others=others, in_document=True)
+    shards = product((values[-1], others.get("ep", 1)))
+    return _Mesh(values[0] if len(values) == 2 else 1, shards, others=others, in_document=True)
 
 
 def _by_name(reader: Reader, sizes: dict[str, int | None], shard: tuple[str, ...], replicate: tuple[str, ...]) -> _Mesh:
     absent = [f"dp_mesh_dims names '{name}', which it lacks" for name in (*shard, *replicate) if name not in sizes]
     strange = [f"its axis '{name}' is not known" for name in sizes if name not in (*shard, *replicate, *MESH_ORDER)]
-    model_axes = [name for name in (*shard, *replicate) if name in MESH_ORDER and (name != "cp" or name in replicate)]
-    taken = [f"dp_mesh_dims takes '{name}' for a data axis, and by its name it is none" for name in model_axes]
-    for fault in (*absent, *strange, *taken):
+    data = ((shard, ("ep", "cp")), (replicate, ("ep",)))
+    wrong = [name for names, fine in data for name in names if name in MESH_ORDER and name not in fine]
+    taken = [f"dp_mesh_dims takes '{name}' for a data axis, and by its name it is none" for name in wrong]
+    apart = sizes.get("ep", 1) != 1 and "ep" not in (*shard, *replicate)
+    left = ["dp_mesh_dims leaves out its axis 'ep', whose ranks are data ranks of all but the experts"] if apart else []
+    for fault in (*absent, *strange, *taken, *left):
         reader.refuse("mesh", f"{fault}: its axes are {', '.join(sizes)}")
         return _Mesh()
     others = {axis: sizes[axis] for axis in MESH_ORDER if axis in sizes}
