@@ -102,7 +102,7 @@ TP, CP, TP4 = (("tp", 2),), (("cp", 2),), (("tp", 4),)
 BOTH, DATA = (("cp", 2), ("tp", 2)), (("dp_shard", 2), ("tp", 2))
 CASES = [
     Case(TP),
-    Case(TP, "zero0", sequence=False, checkpointing="full"),
+    Case(TP, "zero0", sequence=False, family="qwen3", checkpointing="full"),
     Case(TP, "zero2", checkpointing="selective", every=2, precision="bf16"),
     Case(TP4, checkpointing="full", every=3),  # fewer key heads than ranks, and a vocabulary that does not divide
     Case(DATA, "zero1", precision="bf16-pure"),

@@ -217,7 +217,10 @@ def test_blocks_compute_what_their_modules_hold(config: dict[str, Any]) -> None:
         heads = [name for name in norms if name.endswith((".q_norm", ".k_norm"))]
         widths = [inside[name.replace("norm", "proj")].out_features for name in heads]
         wide = [name for name in norms if name not in heads and "_a_layernorm" not in name]
-        assert block.norms == len(wide) + round(sum(widths) / block.hidden)
+        assert block.norms == len(wide)
+        assert sum(widths) == block.query_key_norms * block.query_key_channels(tp=1)
+        after = ("post_feedforward_layernorm", "post_mlp_layernorm")
+        assert block.result_norms == any(name.endswith(after) for name in wide)
         assert (block.norm == "rms") == all("RMS" in type(norms[name]).__name__ for name in wide)
         out = next(module for name, module in inside.items() if name.endswith(OUTPUTS))
         assert block.heads * block.value_dim == getattr(out, "in_features", out.weight.shape[0])

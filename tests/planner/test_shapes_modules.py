@@ -59,14 +59,20 @@ def test_a_module_is_read_as_its_config_is(config: dict[str, Any]) -> None:
         assert set(ours.tensors) == set(theirs.tensors)
 
 
+def windows_and_norms(shape: ModelShape) -> list[tuple[object, ...]]:
+    """Of each kind of block, how far it looks back, and what is normed."""
+    blocks = [unit.block for unit in blocks_of(shape)]
+    return [(each.window, each.norms, each.query_key_norms, each.result_norms) for each in blocks]
+
+
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "qwen3", "olmo2", "olmo3", "llama"])
 def test_windows_and_norms_of_modules_are_those_of_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A closed form's rows beside what modules and their config say where there is none."""
     config = next(each for each in CONFIGS if each["model_type"] == kind) | {"num_hidden_layers": 8}
     config.pop("layer_types", None)
-    declared = [(unit.block.window, unit.block.norms) for unit in blocks_of(shape_of_config(config, "test"))]
+    declared = windows_and_norms(shape_of_config(config, "test"))
     monkeypatch.setattr("terrazzo.planner.model.modules._known_units", lambda _: [])
-    assert [(unit.block.window, unit.block.norms) for unit in blocks_of(model_shape(on_meta(config)))] == declared
+    assert windows_and_norms(model_shape(on_meta(config))) == declared
 
 
 def test_every_fourth_layer_of_cohere2_sees_the_whole_sequence() -> None:

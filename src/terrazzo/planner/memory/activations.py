@@ -31,7 +31,8 @@ FORMULAS = {
     "memory.activations": Formula(
         "blocks x saved bytes of one block per micro-batch x micro-batches in flight. A block saves, in elements per "
         "token: inputs of both norms 2h and of the matrices behind them 2h, or h where attention and MLP share theirs "
-        "(split by tp only under sequence parallelism), queries q, keys and values of the kv heads (eager, and from "
+        "(split by tp only under sequence parallelism), queries q, keys and values of the kv heads (where they are "
+        "normed, queries and keys before that too; eager, and from "
         "one matrix: all of its result beside rotated queries and keys), the attention's output (eager, and where a "
         "part of a head is rotated: twice), and of the MLP gate, up, silu(gate) and their product (eager), or gate, up"
         " and product (compiled, or in Megatron-core), or input and output of the nonlinearity (not gated; three "
@@ -113,31 +114,32 @@ def _everything(local: BlockSetting, block: BlockShape) -> float:
     """Bytes that a block saves without checkpointing."""
     between = local.tokens * _between(local, block) / (local.tp if local.sequence_parallel else 1)
     inside = bytes_per_token(local, block) + _mlp(local, block) / block.mlp_parts(local.tp)
+    inside += block.query_key_norms * block.query_key_channels(local.tp) * _norm(local, block)
     return between + local.tokens * inside + score_bytes(local, block)
 
 
 def _between(local: BlockSetting, block: BlockShape) -> float:
     """Bytes per token that tensor parallelism alone leaves whole: norms, inputs of the matrices, dropout masks."""
-    norms, width = block.norms, block.hidden
+    width = block.hidden
     inputs = (1 if block.parallel else 2) * width * local.itemsize  # what both share counts once
     mask = local.itemsize if local.cpu else 1
     masks = 2 * width * mask if block.dropout else 0
-    return norms * _norm(local, block) + inputs + masks + _routing(local, block)
+    return block.norms * width * _norm(local, block) + inputs + masks + _routing(local, block)
 
 
-def _norm(local: BlockSetting, block: BlockShape) -> float:
-    """Bytes per token that a norm keeps: its input, and where it computes in fp32 a copy and the normalised input.
+def _norm(local: BlockSetting, block: BlockShape) -> int:
+    """Bytes per channel that a norm keeps: its input, and where it computes in fp32 a copy and the normalised input.
 
     A layer norm in plain operators takes the mean off twice, and keeps both, and the normalised input.
     """
-    width, item = block.hidden, local.itemsize
+    item = local.itemsize
     if block.norm == "plain_layer" and not local.fused:
-        return width * 3 * FP32_BYTES
+        return 3 * FP32_BYTES
     if block.norm == "layer" or local.fused:
-        return width * (max(item, FP32_BYTES) if block.wide_norm and not local.fused else item)
+        return max(item, FP32_BYTES) if block.wide_norm and not local.fused else item
     if block.torch_norm:
-        return width * (2 * FP32_BYTES if local.cpu else item)
-    return width * (2 * FP32_BYTES if block.wide_norm else FP32_BYTES + item)
+        return 2 * FP32_BYTES if local.cpu else item
+    return 2 * FP32_BYTES if block.wide_norm else FP32_BYTES + item
 
 
 def _mlp(local: BlockSetting, block: BlockShape) -> float:

@@ -63,11 +63,10 @@ def _kept_beside(local: BlockSetting, block: BlockShape) -> float:
     in_torch = _in_torch(local, block)
     if local.fused or not (block.rotated or in_torch):
         return 0.0
-    queries, keys = block.heads / block.attention_parts(local.tp), block.key_heads(local.tp)
     copies = block.one_key or (in_torch and local.itemsize < FP32_BYTES)
-    beside = (queries + keys) * block.head_dim if block.fused_qkv and not copies else 0.0
+    beside = block.query_key_channels(local.tp) if block.fused_qkv and not copies else 0.0
     copied = block.rotated and block.rotated < block.head_dim and not local.keeps_scores
-    return beside + (queries * block.value_dim if copied else 0.0)
+    return beside + (block.heads / block.attention_parts(local.tp) * block.value_dim if copied else 0.0)
 
 
 def _expanded(block: BlockShape, tp: int) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.fields import ATTENTION_DROPOUTS, RESULT_DROPOUTS, Fields
-from terrazzo.planner.model.rows import Architecture, BufferRow, Rows, TensorRow
+from terrazzo.planner.model.rows import QUERY_KEY_NORM, RESULT_NORM, Architecture, BufferRow, Rows, TensorRow
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape, TensorShape, UnitShape
 
 __all__ = ["closed_form", "family_name", "merged", "shape_of_config", "units_of_config"]
@@ -284,7 +284,9 @@ def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None, rotat
         active_experts=sizes["active"] if sparse else 0,
         shared_ffn=sizes["shared_ffn"] if sparse else 0,
         norm=family.norm,
-        norms=_norms(family, sizes),
+        norms=sum(row.name.endswith(".weight") and _wanted(row, sizes) for row in family.norms) + family.bare_norms,
+        query_key_norms=any(QUERY_KEY_NORM.search(row.name) for row in family.attention),
+        result_norms=any(RESULT_NORM.search(row.name) for row in family.norms),
         dropout=fields.drops(RESULT_DROPOUTS),
         attention_dropout=fields.drops(ATTENTION_DROPOUTS) and fields.has(family.drops_scores),
         window=window,
@@ -308,11 +310,3 @@ def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None, rotat
 
 def _is_put_together(rows: Rows) -> bool:
     return any(row.split == "column_gathered" for row in rows)
-
-
-def _norms(family: Architecture, sizes: Sizes) -> int:
-    """Norms of a block, in widths of the residual stream: those of queries and keys by the channels that they see."""
-    wide = sum(row.name.endswith(".weight") and _wanted(row, sizes) for row in family.norms)
-    query_and_key = any(row.name == "self_attn.q_norm.weight" for row in family.attention)
-    narrow = round((sizes["q"] + sizes["kv"]) / sizes["hidden"]) if query_and_key else 0
-    return wide + family.bare_norms + narrow

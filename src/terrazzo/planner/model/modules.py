@@ -17,6 +17,7 @@ from terrazzo.optim import divided
 from terrazzo.planner.model.closed_form import closed_form, family_name, merged, units_of_config
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.fields import ATTENTION_DROPOUTS, RESULT_DROPOUTS, Fields, rotary_share
+from terrazzo.planner.model.rows import QUERY_KEY_NORM, RESULT_NORM
 from terrazzo.planner.model.shapes import (
     BlockShape,
     MatrixSplit,
@@ -52,8 +53,6 @@ _ROWS = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "wo", "w2", "fc2"
 _OF_WINDOWS = ("sliding_window", "use_sliding_window", "sliding_window_pattern", "layer_types")
 _WINDOWED = replace(FAMILIES["llama"], defaults={"window": None, "use_window": True})
 """What configs of such models say of windows, and of that the usual meaning."""
-
-_OF_KEYS = re.compile(r"\bk(ey)?_(layer)?norm\b")
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -185,7 +184,9 @@ class _Guide:
             active_experts=min(_attribute(config, "active") or self.experts, self.experts) if routed else 0,
             shared_ffn=shared if routed else 0,
             norm=_norm_kind(module),
-            norms=round(_norm_channels(module, hidden, head_dim, heads, kv_heads) / hidden),
+            norms=round(_norm_channels(module, hidden) / hidden),
+            query_key_norms=any(QUERY_KEY_NORM.search(name) for name, _ in module.named_modules()),
+            result_norms=any(RESULT_NORM.search(name) for name, _ in module.named_modules()),
             window=window,
             torch_norm=any(isinstance(part, nn.RMSNorm) for part in module.modules()),
             dropout=_drops(config, RESULT_DROPOUTS),
@@ -213,15 +214,13 @@ def _nonlinearity(block: nn.Module) -> Nonlinearity:
     return "plain_gelu" if "NewGELUActivation" in names else "relu" if "ReLU" in names else "kernel"
 
 
-def _norm_channels(block: nn.Module, hidden: int, head_dim: int, heads: int, kv_heads: int) -> int:
-    """Channels that the norms of a block see; one as wide as a head sees those of all query or key heads."""
+def _norm_channels(block: nn.Module, hidden: int) -> int:
+    """Channels that the norms of a block see, those of queries and keys apart."""
     channels = 0
     for name, part in block.named_modules():
-        if "Norm" in type(part).__name__:
+        if "Norm" in type(part).__name__ and not QUERY_KEY_NORM.search(name):
             weight = getattr(part, "weight", None)
-            width = hidden if weight is None else weight.numel()
-            of_heads = kv_heads if _OF_KEYS.search(name) else heads
-            channels += width * of_heads if width == head_dim != hidden else width
+            channels += hidden if weight is None else weight.numel()
     return channels
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -9,6 +10,8 @@ from typing import Literal, NamedTuple
 from terrazzo.planner.model.shapes import MatrixSplit, Role
 
 __all__ = [
+    "QUERY_KEY_NORM",
+    "RESULT_NORM",
     "Architecture",
     "BufferRow",
     "Rows",
@@ -47,6 +50,10 @@ class TensorRow:
 
 
 Rows = tuple[TensorRow, ...]
+
+QUERY_KEY_NORM = re.compile(r"\b(q|k|qk|query|key)_(layer)?norm\b")
+RESULT_NORM = re.compile(r"\bpost_(feedforward|ff|mlp)_(layer)?norm\b")
+"""Usual names of norms of queries and keys, and of what an MLP gives, beside which that of attention is normed too."""
 
 
 class BufferRow(NamedTuple):

@@ -102,7 +102,8 @@ class BlockShape:
         experts, active_experts: routed experts, and how many a token meets; 0 for a dense MLP.
         shared_ffn: inner width of the experts that every token meets.
         norm: `rms`, `layer`, or `plain_layer` where that is plain operators in fp32, as Cohere's. `norms` counts
-            full-width ones in a block.
+            those of the residual stream's width. `query_key_norms`: queries and keys are normed too, in heads or whole.
+            `result_norms`: what attention and MLP give is normed, as Gemma-2's and OLMo-2's.
         dropout: whether a part of what attention and MLP give is dropped, whose masks are kept; `attention_dropout`:
             of the softmax of scores.
         window: tokens that attention looks back, None for all. `stride`: beyond it each at a multiple of that distance.
@@ -141,6 +142,8 @@ class BlockShape:
     shared_ffn: int = 0
     norm: Literal["rms", "layer", "plain_layer"] = "rms"
     norms: int = 2
+    query_key_norms: bool = False
+    result_norms: bool = False
     dropout: bool = False
     attention_dropout: bool = False
     window: int | None = None
@@ -171,6 +174,10 @@ class BlockShape:
     def key_heads(self, tp: int) -> float:
         """Key-value heads that a tensor-parallel rank computes: of fewer of them than ranks each one."""
         return max(1.0, self.kv_heads / self.attention_parts(tp))
+
+    def query_key_channels(self, tp: int) -> float:
+        """Channels of the queries and keys that a tensor-parallel rank computes."""
+        return (self.heads / self.attention_parts(tp) + self.key_heads(tp)) * self.head_dim
 
     def mlp_parts(self, tp: int) -> int:
         """Tensor-parallel ranks that have a part each of what the MLP computes."""

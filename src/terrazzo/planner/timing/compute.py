@@ -276,12 +276,13 @@ for each that it turns: two products (4), a half negated (1), both put together 
 def _elements(setup: Setup, block: BlockShape) -> float:
     """Elements read and written per token in forward by norms, residuals, nonlinearities, rotations and dropout."""
     tp, plain = setup.mesh.tp, not setup.fuses_kernels
-    fused_norm = block.norm == "layer" or block.torch_norm or not plain
-    wide = block.norms * (2 if fused_norm else PLAIN_NORM) + 2 * (1.5 if setup.compile else 3)
+    norm = 2 if block.norm == "layer" or block.torch_norm or not plain else PLAIN_NORM
+    wide = block.norms * norm + 2 * (1.5 if setup.compile else 3)
     wide += 2 * 2.5 if block.dropout else 0
     inner = (block.active_experts or 1) * block.ffn + block.shared_ffn
     inner *= (5 if plain else 3) if block.gated else PLAIN_GELU if block.nonlinearity == "plain_gelu" and plain else 2
     inside = inner / block.mlp_parts(tp) + _rotation(block, tp, plain)
+    inside += block.query_key_norms * block.query_key_channels(tp) * norm
     return wide * block.hidden / (tp if setup.sequence_parallel else 1) + inside
 
 
@@ -292,7 +293,7 @@ def _rotation(block: BlockShape, tp: int, plain: bool) -> float:
     latent attention (MLA) is turned once for all heads. One kernel reads and writes whole heads.
     """
     queries, keys = block.heads / block.attention_parts(tp), block.key_heads(tp)
-    copied = 2 * (queries + keys) * block.head_dim
+    copied = 2 * block.query_key_channels(tp)
     if not block.rotated or not plain:
         return copied if block.rotated else 0.0
     turned = PLAIN_ROTATION * (queries + (1 if block.latent else keys)) * block.rotated

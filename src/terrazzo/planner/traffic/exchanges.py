@@ -90,7 +90,7 @@ class _TensorMoves:
         yield from self._of_fused(unit, again)
         ends = sum(tensor.role == "matrix" and tensor.split == "row" for tensor in unit.tensors)
         regions = ends if block.experts and self._setup.whole_experts else 2
-        sums = regions if block.dropout or block.norms > 2 else 1
+        sums = regions if block.dropout or block.result_norms else 1
         if not self._setup.sequence_parallel:
             yield self._reduced(When.FORWARD, self._residual, regions)
             yield self._reduced(When.BACKWARD, self._residual, regions + sums * again)
