@@ -27,7 +27,7 @@ from torch import Tensor
 import terrazzo as tz
 from benchmarks.planner.ranks import Ranks
 from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of
-from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.labels.label import Label
 from terrazzo.parallel import context_of
 from terrazzo.parallel.tensor.activation_exchanges import tensor_ranks
 from terrazzo.planner.machine.devices import Cluster, Device, MeasuredHost

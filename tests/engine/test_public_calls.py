@@ -15,9 +15,11 @@ import torch
 import terrazzo as tz
 from terrazzo.engine.comm.failed_exchanges import Exchange
 from terrazzo.engine.comm.links import Links
-from terrazzo.engine.instrumentation.label import Label, moving
 from terrazzo.engine.interception.sharded_module import ShardedModule
 from terrazzo.engine.interception.sharded_optimizer import ShardedOptimizer
+from terrazzo.engine.labels.declared_calls import DECLARED_CALLS
+from terrazzo.engine.labels.label import Label, moving
+from terrazzo.engine.labels.purposes import Purpose
 from tests.engine.toys import Net, adamw, batch, loss_of, on_ranks, sharded
 
 Act = Callable[[Any, Any, Path], Any]
@@ -109,6 +111,10 @@ OTHERS = {
 """Why those are not tried that `ACTS` do not make."""
 
 
+NOT_MADE = {"tz.parallelize(model, mesh)", "tz.step(model, micro_batches, loss_fn)"}
+"""Declared calls that `ACTS` do not make: of meshes with other axes."""
+
+
 def public_calls() -> set[str]:
     """What is public, but for errors and modules."""
     of_modules = {"": tz, "checkpoint.": tz.checkpoint}
@@ -127,18 +133,21 @@ def test_each_public_call_is_tried_here_or_needs_no_name() -> None:
 
 
 @contextmanager
-def unnamed() -> Iterator[set[str]]:
-    """Notes where an exchange begins that nothing has named."""
-    found, begin = set[str](), Links.begin
+def begun() -> Iterator[tuple[set[str], set[str]]]:
+    """Notes where an exchange begins that nothing has named, and which calls name one."""
+    unnamed, calls, begin = set[str](), set[str](), Links.begin
 
     def noting(links: Links) -> Exchange:
-        if moving.get() == Label():
+        label = moving.get()
+        if label == Label():
             here = [each for each in traceback.extract_stack() if "/terrazzo/" in each.filename]
-            found.add(" < ".join(f"{Path(each.filename).name}:{each.lineno}" for each in here[::-1][2:8]))
+            unnamed.add(" < ".join(f"{Path(each.filename).name}:{each.lineno}" for each in here[::-1][2:8]))
+        if label.purpose is Purpose.CALL:
+            calls.add(str(label))
         return begin(links)
 
     with mock.patch.object(Links, "begin", noting):
-        yield found
+        yield unnamed, calls
 
 
 def test_what_public_calls_exchange_has_a_name(tmp_path: Path) -> None:
@@ -152,6 +161,7 @@ def test_what_public_calls_exchange_has_a_name(tmp_path: Path) -> None:
             folder.mkdir(exist_ok=True)
             act(model, optimizer, folder)
 
-    with unnamed() as found:
+    with begun() as (unnamed, calls):
         on_ranks(4, body)
-    assert not found
+    assert not unnamed
+    assert {call.text for call in DECLARED_CALLS.values()} == {*calls, *NOT_MADE}

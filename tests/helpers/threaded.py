@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 from terrazzo.engine.comm.collectives import Collectives, MessageRoute
 from terrazzo.engine.comm.sums import add_in_order
 from terrazzo.engine.comm.transfer import Handle, Moves
-from terrazzo.engine.instrumentation.label import moving
+from terrazzo.engine.labels.label import moving
 from tests.helpers import meetings, turns
 
 __all__ = ["ThreadedCollectives"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import terrazzo as tz
-from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.labels.label import Label
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.nn.chunked_cross_entropy import chunk_rows, linear_cross_entropy
 from terrazzo.parallel import VocabularyLoss

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.labels.label import Label
 from terrazzo.errors import BadInput, Misuse, RanksApart
 from terrazzo.parallel import AttentionMask, Context, context_of, share_sequences
 from terrazzo.parallel.context import attention_kernels, attention_masks

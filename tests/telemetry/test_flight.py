@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import terrazzo as tz
 from terrazzo import cli
-from terrazzo.engine.instrumentation.label import Purpose
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import flights_of, save_flight, table_of_units, trace_of
 from terrazzo.telemetry.flight import folder, ring

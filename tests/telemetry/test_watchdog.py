@@ -13,7 +13,8 @@ from typing import Any, get_args
 
 import pytest
 
-from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.exit_codes import STALLED
 from terrazzo.telemetry import flights_of
 from terrazzo.telemetry.flight.recorder import RingRecorder

@@ -45,7 +45,7 @@ INNER_LAYERS = {
     ),
     "dialects": ("core", "formats", "registry", "verbs", ""),
     "engine": (
-        *("runtime", "instrumentation", "comm", "mesh", "formats", "plan", "partition", "buckets"),
+        *("runtime", "labels", "instrumentation", "comm", "mesh", "formats", "plan", "partition", "buckets"),
         *("schedule", "autograd", "progress", "consensus", "hooks", "pipeline", "replicas", "optim", "offload"),
         *("unit_forwards", "dry_run", "model", "states", "interception", "sharding", ""),
     ),
@@ -110,7 +110,7 @@ def _check_inside(modules: dict[str, Module]) -> Iterator[Finding]:
 
 
 def _folder(module: Module, part: str) -> str:
-    """Of a module of `part`, as in `INNER_LAYERS`: `comm` for `terrazzo.engine.instrumentation.label`."""
+    """Of a module of `part`, as in `INNER_LAYERS`: `comm` for `terrazzo.engine.comm.transfer`."""
     inner, known = module.name.split(".")[2 + part.count(".") :], INNER_LAYERS[part]
     return "" if not inner else inner[0] if inner[1:] or module.is_folder or inner[0] in known else CORE
 

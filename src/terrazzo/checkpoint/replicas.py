@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.engine import Engine, ModelState, Piece, engine_of
-from terrazzo.engine.instrumentation.label import of_all_ranks
+from terrazzo.engine.labels.label import collective_call, labelled
 from terrazzo.errors import CopiesDiffer
 from terrazzo.exchange import gather_json
 
 __all__ = ["check_replicas"]
 
 
-@of_all_ranks("tz.checkpoint.check_replicas(model)")
+@labelled(collective_call("tz.checkpoint.check_replicas(model)"))
 def check_replicas(model: nn.Module) -> None:
     """Compare all states of which ranks hold copies, by checksums. Collective.
 

@@ -3,6 +3,7 @@
 Folders, from the lowest to the highest:
 
     runtime          threads, devices, memory, and torch's own runtime
+    labels           what each exchange between ranks is for, as its message says
     instrumentation  what is told and counted while a step runs
     comm             how ranks exchange
     mesh             the axes of the mesh, and the collectives along each
@@ -72,7 +73,8 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     plan                                        what is stated, for the planner and for checkpoints
     partition                                   a model taken apart, likewise
     pipeline                                    the stages of a model, for what cuts it into these
-    instrumentation                             what an exchange is for, and where a step's time goes
+    labels                                      what an exchange is for
+    instrumentation                             where a step's time goes
     comm                                        the collectives of a group
     schedule.schedule, dry_run.counting         a dry run of a step, for the planner
     optim.segments.group_runs, optim.matrices   dry runs of updates of whole matrices, likewise

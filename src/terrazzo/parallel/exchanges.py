@@ -17,9 +17,10 @@ from torch.autograd.function import once_differentiable
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.transfer import Moves, Transfer
-from terrazzo.engine.instrumentation.label import Label, Purpose
-from terrazzo.engine.instrumentation.places import NOT_THE_SAME
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.purposes import Purpose
+from terrazzo.engine.labels.rank_places import NOT_THE_SAME
 from terrazzo.engine.runtime.device import HOST, current, kind_of_group
 from terrazzo.errors import RanksApart
 
@@ -27,9 +28,6 @@ __all__ = ["AxisRanks", "Move", "exchange"]
 
 T = TypeVar("T")
 Move = Callable[[Tensor], Tensor]
-
-_NUMBERS = 1 << 34
-"""How far exchanges are counted in labels, of which the number is the highest part of 63 bits."""
 
 
 def exchange(values: Tensor, forward: Move, backward: Move) -> Tensor:
@@ -116,7 +114,7 @@ class AxisRanks:
     def _exchanged(self, moves: Moves[T]) -> Transfer[T]:
         """Start an exchange, with the label of this view and the next number."""
         assert self._label is not None, "exchanges of modules have labels"
-        return Transfer(moves, replace(self._label, number=next(self._count) % _NUMBERS))
+        return Transfer(moves, replace(self._label, number=next(self._count)))
 
     def all_gather(self, own: Tensor) -> Tensor:
         """Every rank's `own`, `[ranks, ...]`."""

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
-from terrazzo.engine.instrumentation.label import of_all_ranks
+from terrazzo.engine.labels.label import collective_call, labelled
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import STAGE_AXIS
 from terrazzo.engine.mesh.meshes import expert_mesh
@@ -38,7 +38,7 @@ __all__ = ["parallelize"]
 M = TypeVar("M", bound=nn.Module)
 
 
-@of_all_ranks("tz.parallelize(model, mesh)")
+@labelled(collective_call("tz.parallelize(model, mesh)"))
 def parallelize(  # structure: signature fixed by the design
     model: M,
     mesh: DeviceMesh,

@@ -20,8 +20,9 @@ from terrazzo.engine.comm.host.columns import ROUNDS, Columns, columns_of
 from terrazzo.engine.comm.host.gloo import GlooCollectives
 from terrazzo.engine.comm.host.neighbours import Memory, find_neighbours
 from terrazzo.engine.comm.transfer import Transfer
-from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.errors import RanksApart
 from tests.engine.comm.test_collectives import check_everything
 from tests.helpers.processes import Pool

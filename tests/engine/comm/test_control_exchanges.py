@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import terrazzo as tz
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.instrumentation.label import Label, Names, Purpose, calling, labelled, measuring
 from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
+from terrazzo.engine.labels import declared_calls
+from terrazzo.engine.labels.label import Label, collective_call, labelled, measuring
+from terrazzo.engine.labels.numbered import Names
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.mesh.axes import Axes
 from tests.engine.toys import on_ranks
 from tests.helpers.fake import fake_group
@@ -79,6 +83,15 @@ def calls_that_come_apart() -> str:
     return ""
 
 
+def in_a_call_that_one_knows() -> str:
+    """What this rank hears as one makes a call that the other has not imported; run by each process."""
+    along = collectives_for(dist.new_group(), torch.device("cpu"), Traffic(), Ledger())
+    here = collective_call("tz.new(model)", "Make it on every rank.") if dist.get_rank() else Label(Purpose.NORM)
+    with labelled(here), pytest.raises(tz.RanksApart) as apart:
+        along.maximum(torch.zeros(2))
+    return str(apart.value)
+
+
 @pytest.mark.processes
 def test_whatever_ranks_have_come_to_both_hear_it(two_processes: Pool) -> None:
     """Gloo ends a process when a message is longer than the place for it."""
@@ -88,6 +101,9 @@ def test_whatever_ranks_have_come_to_both_hear_it(two_processes: Pool) -> None:
             assert "; rank 1 at an agreement" in said and said.count("on every rank, in the same order") == 1, said
     for said in two_processes.run(calls_that_come_apart):
         assert "rank 0 at tz.EMA(model); rank 1 at the end of 'with tz.gathered(model, write=True)'." in said
+    for said in two_processes.run(in_a_call_that_one_knows):
+        assert "rank 0 at the norm of all gradients; rank 1 at tz.new(model)." in said
+        assert said.endswith(" Make it on every rank.")
 
 
 def elsewhere_along_other_axes() -> list[tuple[str, str]]:
@@ -123,7 +139,7 @@ def test_all_ranks_of_all_axes_hear_where_each_is(elsewhere: int) -> None:
 
     def body(rank: int) -> str:
         axes = Axes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")), Tally())
-        label = Label(Purpose.NORM) if rank == elsewhere else calling("tz.EMA(model)")
+        label = Label(Purpose.NORM) if rank == elsewhere else collective_call("tz.EMA(model)")
         try:
             with labelled(label):
                 (axes.total if rank == elsewhere else axes.broadcast)(torch.zeros(3), axes.data)
@@ -154,7 +170,7 @@ def test_the_same_over_fewer_axes_is_something_else(act: str, fewer: tuple[int, 
     def body(rank: int) -> str:
         axes = Axes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")), Tally())
         try:
-            with labelled(calling("tz.EMA(model)")):
+            with labelled(collective_call("tz.EMA(model)")):
                 OVER[act](axes, ["dp_shard"] if rank in fewer else axes.data)
                 axes.meet(axes.data)  # of ranks whom the values of the first have reached
         except tz.RanksApart as apart:
@@ -195,6 +211,16 @@ def test_no_number_is_read_by_names_of_other_things() -> None:
     measure = measuring("embed.weight.norm()")
     assert str(measure.of_code(measure.code)) == "embed.weight.norm()"
     assert str(measure.of_code(measuring("head.bias.sum()").code)) == "another measure"
+
+
+@mock.patch.dict(declared_calls._declared)
+def test_no_two_calls_have_one_number() -> None:
+    first = collective_call("tz.model_save(clip)")
+    assert collective_call("tz.model_save(clip)") == first
+    assert str(Label().of_code(first.code)) == "tz.model_save(clip)", "of all that this process has declared"
+    for other in (("tz.end_save(model)",), ("tz.model_save(clip)", "another edit")):  # the first has the same number
+        with pytest.raises(ValueError, match="would have the same number in messages"):
+            collective_call(*other)
 
 
 def test_errors_have_the_edits_of_both_places() -> None:

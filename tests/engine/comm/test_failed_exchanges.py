@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import terrazzo as tz
 from terrazzo.engine.comm.failed_exchanges import Exchange, MeshGroups
 from terrazzo.engine.comm.failure_reports import FailureReports, RankReport
-from terrazzo.engine.instrumentation.label import Label, Purpose
-from terrazzo.engine.instrumentation.places import RankPlace
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.purposes import Purpose
+from terrazzo.engine.labels.rank_places import RankPlace
 from terrazzo.engine.runtime.private_torch import default_store
 from tests.helpers.processes import Pool
 

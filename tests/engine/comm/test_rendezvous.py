@@ -20,7 +20,7 @@ from torch import Tensor
 from terrazzo.engine.comm.host import neighbours as peers
 from terrazzo.engine.comm.host import rendezvous
 from terrazzo.engine.comm.host.neighbours import Neighbour, find_neighbours
-from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.labels.label import Label
 from tests.helpers.threads import in_threads
 
 KINDS = ("gather", "reduce")

@@ -21,7 +21,7 @@ from terrazzo.checkpoint.hub_folder import ModelDescription, describe_folder
 from terrazzo.checkpoint.hub_names import hub_tensors
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo, TensorInfo
 from terrazzo.engine import collect_buffers, engine_of, parameter_table, persistent_buffers, whole_weights
-from terrazzo.engine.instrumentation.label import of_all_ranks
+from terrazzo.engine.labels.label import collective_call, labelled
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import require_alike, together
 from terrazzo.given_numbers import is_count
@@ -29,7 +29,7 @@ from terrazzo.given_numbers import is_count
 __all__ = ["save_pretrained"]
 
 
-@of_all_ranks("tz.save_pretrained(model, folder)")
+@labelled(collective_call("tz.save_pretrained(model, folder)"))
 def save_pretrained(
     model: nn.Module,
     folder: str | os.PathLike[str],

@@ -41,7 +41,8 @@ from terrazzo.engine import (
     parameters_by_names,
     persistent_buffers,
 )
-from terrazzo.engine.instrumentation.label import Label, Purpose, labelled
+from terrazzo.engine.labels.label import Label, labelled
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged, Misuse
 from terrazzo.exchange import gather_json, require_alike, together

@@ -16,14 +16,12 @@ from terrazzo.checkpoint.loading.load import open_source
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.tied_names import names_apart
 from terrazzo.engine import find_engine, is_sharded, parameter_table, parameters_by_names, persistent_buffers
-from terrazzo.engine.instrumentation.label import of_all_ranks
 from terrazzo.errors import BadInput
 from terrazzo.exchange import together
 
 __all__ = ["SourceWeights", "load_weights", "weights_for"]
 
 
-@of_all_ranks("tz.checkpoint.load_weights(model, source)")
 def load_weights(model: nn.Module, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
     """Load full weights into a model. Collective of a sharded one, which takes one tensor at a time.
 

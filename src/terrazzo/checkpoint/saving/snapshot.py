@@ -32,7 +32,8 @@ from terrazzo.engine import (
     parameter_table,
     persistent_buffers,
 )
-from terrazzo.engine.instrumentation.label import Label, Purpose, labelled
+from terrazzo.engine.labels.label import Label, labelled
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.errors import BadInput
 from terrazzo.exchange import broadcast_json, require_alike, together
 from terrazzo.words import DTYPE_FIELDS

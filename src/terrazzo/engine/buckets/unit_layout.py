@@ -9,7 +9,7 @@ from torch import nn
 
 from terrazzo.engine.buckets.bucket_layout import BucketLayout
 from terrazzo.engine.comm.comm_streams import CommStreams
-from terrazzo.engine.instrumentation.label import title_of
+from terrazzo.engine.labels.numbered import unit_title
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.runtime.compiled import compilation_of, has_fixed_addresses
 
@@ -45,7 +45,7 @@ class UnitLayout:
     @property
     def title(self) -> str:
         """Name of the unit in messages."""
-        return title_of(self.name)
+        return unit_title(self.name)
 
     @property
     def module(self) -> nn.Module:

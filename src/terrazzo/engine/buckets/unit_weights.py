@@ -11,7 +11,9 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.comm.transfer import Moves, Transfer, at_once, outlives_chain
-from terrazzo.engine.instrumentation.label import Label, Names, Purpose
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.numbered import Names
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.runtime.worker import Job
 

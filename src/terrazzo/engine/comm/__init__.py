@@ -11,7 +11,7 @@ From the caller to the wire, as in the gather of a unit's weights:
       Handle                          the collective in flight, which advance() waits for                  transfer
     Transfer.finish()                 what the chain has returned; the computation may use it              transfer
 
-Each exchange has a `Label` of `instrumentation`: two that do not belong together raise instead of mixing their values.
+Each exchange has a `Label` of `labels`: two that do not belong together raise instead of mixing their values.
 
     tags              which tags messages between two ranks have
     comm_streams      the CUDA streams that chains of collectives run on

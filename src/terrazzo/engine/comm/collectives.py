@@ -22,8 +22,8 @@ from terrazzo.engine.comm.control_exchanges import ControlExchanges, all_gather_
 from terrazzo.engine.comm.links import Links
 from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.transfer import Handle, Moves, converted, next_stream, outlives_chain
-from terrazzo.engine.instrumentation.label import moving
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
+from terrazzo.engine.labels.label import moving
 
 __all__ = ["Collectives", "MessageRoute", "NativeCollectives"]
 

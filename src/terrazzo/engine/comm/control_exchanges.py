@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.comm.links import Links
-from terrazzo.engine.instrumentation.label import moving
-from terrazzo.engine.instrumentation.places import PlacesDiffer
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
+from terrazzo.engine.labels.label import moving
+from terrazzo.engine.labels.rank_places import PlacesDiffer
 
 __all__ = ["ControlExchanges", "all_gather_single", "carried"]
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from terrazzo.engine.comm.failure_reports import FailureReports, RankReport
 from terrazzo.engine.comm.tags import NEVER_SENT
-from terrazzo.engine.instrumentation.label import Label
-from terrazzo.engine.instrumentation.places import PlacesDiffer
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.rank_places import PlacesDiffer
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.process_groups import timeout_s_of
 from terrazzo.errors import ConnectionLost, lost_a_rank, timed_out

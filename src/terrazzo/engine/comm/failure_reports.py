@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch.distributed as dist
 
-from terrazzo.engine.instrumentation.places import NOT_THE_SAME, RankPlace, edits_of, places_text
+from terrazzo.engine.labels.rank_places import RankPlace, apart_text, places_text
 from terrazzo.engine.runtime.private_torch import default_store
 from terrazzo.errors import RanksApart, TimedOut, timed_out
-from terrazzo.messages import of_ranks
 
 __all__ = ["FailureReports", "RankReport"]
 
@@ -116,19 +115,16 @@ class FailureReports:
             rank: place for rank, report in self._reports.items() if (place := report.own_words(rank, seen)) is not None
         }
         places = self._oldest_pending() | seen | own  # each knows itself best
-        return RanksApart(f"{NOT_THE_SAME}: {self._told(places)}. {edits_of(places)}")
+        return RanksApart(apart_text(places, unknown=self._unknown(places)))
 
     def too_late(self, error: BaseException) -> RanksApart | TimedOut:
         """The error of ranks whose time is over: they are apart where all wait, and in no group for the same."""
         shared = self._shared()
         places = self._oldest_pending() | shared
         if not (shared or self._missing()):
-            return RanksApart(
-                f"{NOT_THE_SAME}, and have waited for each other until the time of their process group was over: "
-                f"{places_text(places)}. {edits_of(places)}"
-            )
+            return RanksApart(apart_text(places, _IN_VAIN))
         why = str(error) if isinstance(error, TimedOut) else f"{_NOT_COME if timed_out(error) else _LATE} {_IF_SLOW}"
-        return TimedOut(f"{why} Waiting: {self._told(places)}.")
+        return TimedOut(f"{why} Waiting: {places_text(places, self._unknown(places))}.")
 
     def _oldest_pending(self) -> dict[int, RankPlace]:
         """The place of each rank: what it has waited in for longest."""
@@ -145,12 +141,12 @@ class FailureReports:
                 shared |= dict.fromkeys(ranks, same[0]) if same and others else {}
         return shared
 
-    def _told(self, places: Mapping[int, RankPlace]) -> str:
-        """The words for places, and for ranks of which none is known."""
-        unknown = [rank for rank in self._missing() if rank not in places]
-        return places_text(places) + (f"; of {of_ranks(unknown)} nothing is known" if unknown else "")
+    def _unknown(self, places: Mapping[int, RankPlace]) -> list[int]:
+        """Ranks that are in none of the places."""
+        return [rank for rank in self._missing() if rank not in places]
 
 
+_IN_VAIN = ", and have waited for each other until the time of their process group was over"
 _NOT_COME = "Other ranks have not come to an exchange in time: they may have ended, or run something else."
 _LATE = "Another rank has waited in vain, for this rank or for others, until the time of their process group was over."
 _IF_SLOW = "See what each has printed. Where one is only slow, give init_process_group a longer timeout."

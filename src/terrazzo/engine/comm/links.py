@@ -9,7 +9,7 @@ import os
 import torch.distributed as dist
 
 from terrazzo.engine.comm.failed_exchanges import Exchange, MeshGroups, hang_up_gloo
-from terrazzo.engine.instrumentation.label import moving
+from terrazzo.engine.labels.label import moving
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.process_groups import backends_by_device
 from terrazzo.processes.ending import leaves_to_parent, require_own

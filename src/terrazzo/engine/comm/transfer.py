@@ -49,9 +49,9 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.comm.comm_streams import CommStreams
-from terrazzo.engine.instrumentation.label import Label, moving
 from terrazzo.engine.instrumentation.times import Moments, Times
 from terrazzo.engine.instrumentation.traffic import Ledger
+from terrazzo.engine.labels.label import Label, moving
 
 __all__ = [
     "Handle",

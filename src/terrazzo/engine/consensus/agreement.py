@@ -18,7 +18,7 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.buckets.unit_layout import UnitLayout
 from terrazzo.engine.consensus.number_rows import number_rows
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, meet, words_numel
-from terrazzo.engine.instrumentation.label import Label, labelled
+from terrazzo.engine.labels.label import Label, labelled
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.progress.training_progress import Progress

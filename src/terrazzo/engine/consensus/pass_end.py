@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.instrumentation.label import Label, labelled
-from terrazzo.engine.instrumentation.places import NOT_THE_SAME
+from terrazzo.engine.labels.label import Label, labelled
+from terrazzo.engine.labels.rank_places import NOT_THE_SAME
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.device import HOST

@@ -8,7 +8,9 @@ from typing import Protocol
 from torch import nn
 
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.instrumentation.label import Label, Names, Purpose
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.numbered import Names
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.marks import SHARES_EXPERTS
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from terrazzo.engine.buckets.bucket_layout import BucketLayout
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.transfer import Handle, Moves, Released, Transfer
-from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic, kind_of_traffic
+from terrazzo.engine.labels.label import Label
 from terrazzo.engine.plan import bucket_bytes, bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
 from terrazzo.engine.plan.bucket_spec import BucketSpec

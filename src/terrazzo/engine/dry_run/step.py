@@ -19,9 +19,9 @@ from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.consensus.agreement import exchanges_flags, flags_numel
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
-from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.instrumentation.traffic import Traffic
+from terrazzo.engine.labels.label import Label
 from terrazzo.engine.optim.clipping import OVERFLOW_NUMEL
 from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.stock.template import Templates, matrix_needs

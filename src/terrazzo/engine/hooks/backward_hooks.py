@@ -18,7 +18,7 @@ from terrazzo.engine.buckets.parameters.gradient_hooks import (
 from terrazzo.engine.buckets.parameters.outside_forward import OutsideForward
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.hooks.driven_parts import DrivenParts
-from terrazzo.engine.instrumentation.label import Purpose
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.progress.raised_passes import RaisedPasses
 from terrazzo.engine.runtime.private_torch import plainly, queue_callback
 from terrazzo.engine.runtime.weak import weakly

@@ -23,7 +23,7 @@ from terrazzo.engine.hooks.backward_hooks import BackwardHooks
 from terrazzo.engine.hooks.broken_promises import BrokenPromises
 from terrazzo.engine.hooks.driven_parts import DrivenParts
 from terrazzo.engine.hooks.module_tree import ModuleTree
-from terrazzo.engine.instrumentation.label import Purpose
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.progress.scaled_passes import Passes
 from terrazzo.engine.runtime.callers import calls_of
 from terrazzo.engine.runtime.calls import do_nothing

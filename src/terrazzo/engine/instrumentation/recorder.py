@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.labels.label import Label
 
 __all__ = ["SILENT", "Doing", "Recorder"]
 

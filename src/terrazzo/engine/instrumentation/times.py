@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.instrumentation.recorder import SILENT, Recorder
+from terrazzo.engine.labels.label import Label
 
 __all__ = ["Moments", "Times"]
 

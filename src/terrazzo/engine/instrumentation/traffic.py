@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from terrazzo.engine.instrumentation.label import moving
 from terrazzo.engine.instrumentation.recorder import SILENT, Recorder
 from terrazzo.engine.instrumentation.times import Times
+from terrazzo.engine.labels.label import moving
 
 __all__ = ["Ledger", "Traffic", "kind_of_traffic"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.consensus.joint_checks import all_or_none
-from terrazzo.engine.interception.collective_calls import on_every_rank
+from terrazzo.engine.interception.collective_calls import giving_states, on_every_rank, taking_states
 from terrazzo.engine.interception.load_hooks import check_loading, hooked_after, hooked_before, own_method
 from terrazzo.engine.interception.torch_wrappers import refuse_class
 from terrazzo.engine.model.engine import Engine
@@ -30,6 +30,9 @@ from terrazzo.given_numbers import is_number
 from terrazzo.messages import listed
 
 __all__ = ["ShardedModule", "make_sharded_module"]
+
+_STATE_DICT = giving_states("model.state_dict()")
+_LOAD_STATE_DICT = taking_states("model.load_state_dict(state)")
 
 
 class _Loaded(NamedTuple):
@@ -89,7 +92,7 @@ class ShardedModule(nn.Module):
         self._terrazzo.requires.step_taken("model.state_dict()", reads="weights")
         if shows_all(self):
             return super().state_dict(**options)
-        with on_every_rank(self._terrazzo, "model.state_dict()"):
+        with on_every_rank(self._terrazzo, _STATE_DICT):
             try:
                 return whole_state_dict(self, self._terrazzo.axes.device, **options)
             except torch.OutOfMemoryError as error:
@@ -141,7 +144,7 @@ class ShardedModule(nn.Module):
         """
         buffers, takers, axes = persistent_buffers(self), extra_state_takers(self), self._terrazzo.axes
         own = GivenWeights(self)
-        with on_every_rank(self._terrazzo, "model.load_state_dict(state)"):
+        with on_every_rank(self._terrazzo, _LOAD_STATE_DICT):
             edited, loaded = all_or_none(axes, lambda: self._prepare_loading(state_dict, strict, own, buffers, takers))
             own.take(edited, buffers)
         for name, module in takers.items():

@@ -10,13 +10,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.parameters.note import sharded_name
-from terrazzo.engine.interception.collective_calls import on_every_rank
+from terrazzo.engine.interception.collective_calls import giving_states, on_every_rank, taking_states
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.states.optimizer_states import OptimizerStates
 from terrazzo.errors import Misuse
 
 __all__ = ["ShardedOptimizer", "make_sharded_optimizer"]
+
+_STATE_DICT = giving_states("optimizer.state_dict()")
+_LOAD_STATE_DICT = taking_states("optimizer.load_state_dict(state)")
 
 
 class FlatStates(defaultdict[Any, dict[str, Any]]):
@@ -152,7 +155,7 @@ class ShardedOptimizer(Optimizer):
             Misuse: for a model in stages, or inside `ema.swapped`.
         """
         states = self.states()
-        with on_every_rank(states.engine, "optimizer.state_dict()"):
+        with on_every_rank(states.engine, _STATE_DICT):
             return states.state_dict(lambda value: value.to("cpu", copy=True))
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -173,7 +176,7 @@ class ShardedOptimizer(Optimizer):
             Misuse: for a model in stages, or inside `ema.swapped` or `tz.gathered(model, write=True)`.
         """
         states = self.states()
-        with on_every_rank(states.engine, "optimizer.load_state_dict(state)"):
+        with on_every_rank(states.engine, _LOAD_STATE_DICT):
             states.load_state_dict(state_dict)
 
     def states(self) -> OptimizerStates:

@@ -9,13 +9,16 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from terrazzo.engine.consensus.joint_checks import all_or_none
-from terrazzo.engine.instrumentation.label import calling, labelled
+from terrazzo.engine.labels.label import collective_call, labelled
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.model.weight_average import Average
 from terrazzo.errors import Misuse
 from terrazzo.messages import listed
 
 __all__ = ["EMA"]
+
+_MAKING, _SWAPPING = collective_call("tz.EMA(model)"), collective_call("ema.swapped()")
+_SWAPPING_BACK = collective_call("the end of 'with ema.swapped()'")
 
 
 class EMA:
@@ -55,7 +58,7 @@ class EMA:
                 )
             return Average(decay, engine.precision.exact_master)
 
-        with labelled(calling("tz.EMA(model)")):
+        with labelled(_MAKING):
             self._average = all_or_none(engine.axes, made)
             self._average.compare(engine.axes)
         engine.have_masters()
@@ -95,7 +98,7 @@ class EMA:
                 `tz.gathered` with `write`, and saving more than weights raise it, too.
         """
         self._engine.requires.at_rest("ema.swapped()", reads="weights")
-        with labelled(calling("ema.swapped()")):
+        with labelled(_SWAPPING):
             self._average.compare(self._engine.axes)
         self._swap()
         written: list[str] = []
@@ -103,7 +106,7 @@ class EMA:
             yield
         finally:
             written = self._swap()
-        with labelled(calling("the end of 'with ema.swapped()'")):
+        with labelled(_SWAPPING_BACK):
             all_or_none(self._engine.axes, functools.partial(_refuse_written, written))
 
     def _swap(self) -> list[str]:

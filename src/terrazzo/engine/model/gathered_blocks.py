@@ -16,7 +16,7 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.consensus.written_weights import broadcast_first, compare_written
 from terrazzo.engine.hooks.model_hooks import ModelHooks
-from terrazzo.engine.instrumentation.label import calling, labelled
+from terrazzo.engine.labels.label import collective_call, labelled
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.replicas.rounds import Rounds
 from terrazzo.engine.schedule.schedule import Schedule
@@ -25,6 +25,11 @@ from terrazzo.errors import Misuse
 __all__ = ["GatheredBlocks", "Write"]
 
 Write = bool | Literal["first rank"]
+
+_WRITTEN = {
+    True: collective_call("the end of 'with tz.gathered(model, write=True)'"),
+    "first rank": collective_call("the end of 'with tz.gathered(model, write=\"first rank\")'"),
+}
 
 _INSIDE = (
     "A forward, load_state_dict() or another call that moves weights came inside 'with tz.gathered(model, "
@@ -122,8 +127,7 @@ class GatheredBlocks:
     def _agree_on_written(self, write: Literal[True, "first rank"]) -> None:
         """Compare what ranks have written into gathered weights, or take what the first one has."""
         take_over_data(self._buckets)
-        said = "True" if write is True else f'"{write}"'
-        with labelled(calling(f"the end of 'with tz.gathered(model, write={said})'")):
+        with labelled(_WRITTEN[write]):
             if write == "first rank":
                 broadcast_first(self._buckets)
             else:

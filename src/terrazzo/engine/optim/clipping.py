@@ -11,12 +11,15 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.resting.counted_once import sums_over
-from terrazzo.engine.instrumentation.label import Label, Purpose, calling, labelled
+from terrazzo.engine.labels.label import Label, collective_call, labelled
+from terrazzo.engine.labels.purposes import RUN_THE_SAME, Purpose
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import Diverged
 
 __all__ = ["OVERFLOW_NUMEL", "clip_grad_norm", "norm_dtype", "norms", "overflowed"]
+
+_STEPPING = collective_call("optimizer.step()", RUN_THE_SAME)
 
 
 def clip_grad_norm(
@@ -106,7 +109,7 @@ def overflowed(buckets: Iterable[Bucket], sharding: ShardingSpec) -> bool:
     axes, known = sharding.axes, (bucket.gradient.finished.is_finite() for bucket in buckets)
     finite = [each for each in known if each is not None]
     every = _stacked(finite, axes.device).all() if finite else torch.ones((), dtype=torch.bool, device=axes.device)
-    with labelled(calling("optimizer.step()")):
+    with labelled(_STEPPING):
         return bool(axes.maximum(every.logical_not().long().view(1), axes.within_replica).item())
 
 

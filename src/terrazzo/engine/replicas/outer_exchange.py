@@ -15,9 +15,9 @@ from terrazzo.engine.buckets.gradients.block_sums import sum_everywhere
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.formats.block_format import tile_numel
-from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.instrumentation.traffic import Ledger
+from terrazzo.engine.labels.label import Label
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.diloco import OUTER_BLOCKS, DiLoCo
 from terrazzo.engine.plan.layout import Range

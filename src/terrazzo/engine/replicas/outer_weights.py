@@ -8,8 +8,8 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.formats.block_format import tile_numel
-from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.instrumentation.tally import Tally
+from terrazzo.engine.labels.label import Label
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 
 __all__ = ["dry_run_set_master", "set_master"]

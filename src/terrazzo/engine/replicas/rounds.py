@@ -25,8 +25,9 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.resting.buffer import Resting
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.consensus.digest import digest
-from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.instrumentation.tally import Tally
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.mesh.axes import ANYWHERE_NUMEL, DIFFERING_NUMEL, Axes
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import Range

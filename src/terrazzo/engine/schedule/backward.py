@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 
-from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.schedule.gathered import GatheredWeights
 from terrazzo.engine.schedule.order import position_from

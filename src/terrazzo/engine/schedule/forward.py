@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.schedule.gathered import BackwardToCome, GatheredWeights
 from terrazzo.engine.schedule.order import position_from
 from terrazzo.engine.schedule.program import Program

@@ -7,7 +7,9 @@ import enum
 import functools
 from collections.abc import Iterable, Sequence
 
-from terrazzo.engine.instrumentation.label import Label, Names, Purpose
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.numbered import Names
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.schedule.runnable import Runnable
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from terrazzo.engine.comm.transfer import Transfer
-from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.labels.label import Label
 from terrazzo.engine.plan.moves import Divisor, GradientFate
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.schedule.runnable import Runnable

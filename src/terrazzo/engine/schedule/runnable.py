@@ -6,7 +6,7 @@ from typing import Protocol
 
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.transfer import Moves
-from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.labels.label import Label
 from terrazzo.engine.plan.moves import Divisor, GradientFate
 
 __all__ = ["Runnable"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-from terrazzo.engine.instrumentation.label import Purpose
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.plan.moves import Divisor, GradientFate
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.schedule.backward import BackwardPass

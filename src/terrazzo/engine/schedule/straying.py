@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.schedule.gathered import GatheredWeights
 from terrazzo.engine.schedule.program import Program
 from terrazzo.engine.schedule.runnable import Runnable

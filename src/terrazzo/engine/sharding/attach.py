@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.consensus.joint_checks import all_or_none
-from terrazzo.engine.instrumentation.label import of_all_ranks
 from terrazzo.engine.interception.sharded_optimizer import make_sharded_optimizer
+from terrazzo.engine.labels.label import collective_call, labelled
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.offload.background_updates import BackgroundUpdates
 from terrazzo.engine.offload.needs import further_moment_bytes, moment_windows
@@ -29,7 +29,7 @@ __all__ = ["attach", "put_on"]
 Opt = TypeVar("Opt", bound=Optimizer)
 
 
-@of_all_ranks("tz.attach(model, optimizer)")
+@labelled(collective_call("tz.attach(model, optimizer)"))
 def attach(model: nn.Module, optimizer: Opt) -> Opt:
     """Shard an optimizer that was built over parameters of a model after `tz.shard`. Collective.
 

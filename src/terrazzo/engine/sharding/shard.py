@@ -21,10 +21,10 @@ from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.consensus.pass_end import meet
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
 from terrazzo.engine.dry_run.step import StepSpec, parameters_of
-from terrazzo.engine.instrumentation.label import calling, labelled
 from terrazzo.engine.interception.gradients.grad_attribute import show_gradients
 from terrazzo.engine.interception.measuring.measured import let_measure
 from terrazzo.engine.interception.sharded_module import make_sharded_module
+from terrazzo.engine.labels.label import collective_call, labelled
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.offload.needs import need_of
@@ -54,6 +54,7 @@ __all__ = ["estimate", "shard"]
 M = TypeVar("M", bound=nn.Module)
 
 
+@labelled(collective_call("tz.shard(model, optimizer)"))
 def shard(  # structure: signature fixed by the design
     model: M,
     optimizer: OptimizerLike = None,
@@ -95,11 +96,10 @@ def shard(  # structure: signature fixed by the design
             device that have left parameters or buffers without a value.
     """
     options = Options(units, precision, mesh, prefetch, offload or Offload(), diloco)
-    with labelled(calling("tz.shard(model, optimizer)")):
-        prepared = prepare(model, optimizer, plan, options)
-        _warn_of_orphans(prepared.units, prepared.optimizers)
-        store = _open_store(model, prepared, options.offload)
-        engine = _make_engine(model, prepared, _build_units(model, prepared, store), prefetch, store)
+    prepared = prepare(model, optimizer, plan, options)
+    _warn_of_orphans(prepared.units, prepared.optimizers)
+    store = _open_store(model, prepared, options.offload)
+    engine = _make_engine(model, prepared, _build_units(model, prepared, store), prefetch, store)
     for built in prepared.optimizers:
         first = engine.drivers.next_group
         put_on(engine, built, prepared.templates[first : first + len(built.param_groups)])

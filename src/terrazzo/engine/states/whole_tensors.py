@@ -16,7 +16,9 @@ from terrazzo.engine.buckets.resting.buffer import Resting, view
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.transfer import Transfer
-from terrazzo.engine.instrumentation.label import Label, Names, Purpose
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.numbered import Names
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.partition.box import Box

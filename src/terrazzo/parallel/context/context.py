@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.instrumentation.traffic import Traffic
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.given_numbers import is_count
 from terrazzo.parallel.context.attention_masks import AttentionMask

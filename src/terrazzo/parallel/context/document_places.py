@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine import inside_backward
-from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.labels.label import Label
 from terrazzo.errors import BadInput
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.chunks import Chunks, TokenRun

@@ -18,7 +18,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from terrazzo.engine.instrumentation.label import RUN_ALL_EXPERTS, Label, Names, Purpose, labelled
+from terrazzo.engine.labels.label import Label, labelled
+from terrazzo.engine.labels.numbered import Names
+from terrazzo.engine.labels.purposes import RUN_ALL_EXPERTS, Purpose
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.private_torch import uncompiled_once_called

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine import accumulate, engine_of, stages_of
-from terrazzo.engine.instrumentation.label import of_all_ranks
+from terrazzo.engine.labels.label import collective_call, labelled
+from terrazzo.engine.labels.purposes import RUN_THE_SAME
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.micro_batches import Auxiliary, LossFunction, MicroBatch, called, one_loss
 from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
@@ -20,7 +21,7 @@ from terrazzo.parallel.pipeline.step_arguments import StepArguments, compare_cou
 __all__ = ["step"]
 
 
-@of_all_ranks("tz.step(model, micro_batches, loss_fn)")
+@labelled(collective_call("tz.step(model, micro_batches, loss_fn)", RUN_THE_SAME))
 def step(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],

@@ -10,7 +10,8 @@ from torch import nn
 
 from terrazzo.engine import leave_record
 from terrazzo.engine.consensus.equal_values import synchronize
-from terrazzo.engine.instrumentation.label import Label, Names
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.numbered import Names
 from terrazzo.marks import SHARES_MATRICES
 from terrazzo.parallel.local_parameters import replaced_by_part, watch_states
 from terrazzo.parallel.peft_adapters import layer_of

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import record_of
 from terrazzo.engine.consensus.joint_checks import all_or_none
-from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.labels.label import Label
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, RanksApart, TerrazzoError
 from terrazzo.parallel.input_fingerprints import fingerprint_of, inputs_as_text, looked_into

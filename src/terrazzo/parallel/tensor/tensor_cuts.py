@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine import Record, stages_of
-from terrazzo.engine.instrumentation.label import Label, Names, Purpose
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.numbered import Names
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 from terrazzo.parallel.tensor.styles import Enter, SplitSequence, Style
 

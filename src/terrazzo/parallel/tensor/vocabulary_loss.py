@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.errors import BadInput
 from terrazzo.marks import Mark
 from terrazzo.nn.chunked_cross_entropy import linear_cross_entropy

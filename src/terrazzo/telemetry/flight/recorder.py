@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from terrazzo.engine import Engine
-from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.instrumentation.recorder import SILENT, Doing, Recorder
 from terrazzo.engine.instrumentation.traffic import Ledger
+from terrazzo.engine.labels.label import Label
 from terrazzo.processes.system import boot_id
 from terrazzo.telemetry.flight.ring import (
     BEGINS,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from terrazzo.engine.instrumentation.label import Purpose
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.errors import BadInput
 from terrazzo.processes.system import memory_file
 

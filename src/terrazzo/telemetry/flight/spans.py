@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from terrazzo.engine.instrumentation.label import Purpose, moves_a_unit
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.telemetry.flight.ring import EventKind, Flight, FlightEvent
 
 __all__ = ["GROUPS", "FlightSpan", "TableNames", "spans_of"]
@@ -53,7 +53,7 @@ class TableNames:
 
     def moved(self, event: FlightEvent) -> str | None:
         """The unit whose tensors an exchange moves, if it does."""
-        return self.unit(event.unit) if moves_a_unit(Purpose(event.purpose)) else None
+        return self.unit(event.unit) if Purpose(event.purpose).moves_a_unit else None
 
     def _of(self, field: str, number: int) -> str:
         names = self._table[field]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.engine.instrumentation.label import Purpose
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.telemetry.flight.ring import BEGINS, DONE, ENDS, ISSUED, PHASE, STEP, WAITED, WAITS, FlightEvent
 from terrazzo.telemetry.flight.spans import TableNames
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from terrazzo.engine.instrumentation.label import RUN_THE_SAME
+from terrazzo.engine.labels.purposes import RUN_THE_SAME
 
 __all__ = ["SLOWED_BY_SIGNALS", "STALL_CAUSES", "StallCause", "StallCauseRow"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.comm.tags import EXCHANGES
-from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.labels.label import Label
 from terrazzo.engine.runtime.device import HOST
 
 __all__ = ["Announcement", "Stamp", "announced_as"]

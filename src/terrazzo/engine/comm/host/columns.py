@@ -21,7 +21,7 @@ from torch import Tensor
 
 from terrazzo.engine.comm.host.announced_data import Announcement, Stamp, announced_as
 from terrazzo.engine.comm.host.neighbours import Memory, Neighbour
-from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.labels.label import Label
 from terrazzo.engine.runtime.device import HOST
 
 __all__ = ["MANY_FAR", "ROUNDS", "Columns", "columns_of"]

@@ -19,9 +19,10 @@ from terrazzo.engine.comm.host.neighbours import Memory, Neighbour, find_neighbo
 from terrazzo.engine.comm.links import Links
 from terrazzo.engine.comm.sums import add_in_order, divide
 from terrazzo.engine.comm.transfer import Handle, Moves
-from terrazzo.engine.instrumentation.label import Purpose, moving
 from terrazzo.engine.instrumentation.times import Moments, Times
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
+from terrazzo.engine.labels.label import moving
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.process_groups import timeout_s_of

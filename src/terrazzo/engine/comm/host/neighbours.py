@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.comm.host.rendezvous import Address, Listener, Met, connect
-from terrazzo.engine.instrumentation.label import Label
-from terrazzo.engine.instrumentation.places import PlacesDiffer, RankPlace
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.rank_places import PlacesDiffer, RankPlace
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import ConnectionLost, TimedOut
 from terrazzo.processes.ending import Ending, leaves_to_parent

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.engine.instrumentation.label import labelled, measuring
+from terrazzo.engine.labels.label import labelled, measuring
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.errors import Misuse
 

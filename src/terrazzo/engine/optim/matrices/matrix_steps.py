@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.comm.transfer import Moves, Transfer
-from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.instrumentation.traffic import Traffic
+from terrazzo.engine.labels.label import Label
+from terrazzo.engine.labels.purposes import Purpose
 from terrazzo.engine.optim.matrices.matrix_exchange import (
     ExchangeAlong,
     MatrixBuffers,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from terrazzo.errors import RanksApart
 from terrazzo.messages import of_ranks
 
-__all__ = ["NOT_THE_SAME", "PlacesDiffer", "RankPlace", "apart_text", "edits_of", "places_text"]
+__all__ = ["NOT_THE_SAME", "PlacesDiffer", "RankPlace", "apart_text", "places_text"]
 
 NOT_THE_SAME = "The ranks have not run the same"
 """How errors of ranks that have come apart begin."""
@@ -45,21 +45,23 @@ class PlacesDiffer(RanksApart):
         return apart_text(self.places)
 
 
-def apart_text(places: Mapping[int, RankPlace]) -> str:
-    """The message of ranks that are at different places."""
-    return f"{NOT_THE_SAME}: {places_text(places)}. {edits_of(places)}"
+def apart_text(places: Mapping[int, RankPlace], more: str = "", unknown: Collection[int] = ()) -> str:
+    """The message of ranks that are at different places, and what errors ask for there.
+
+    Args:
+        more: what there is to say of them all.
+        unknown: ranks of whose places nothing is known.
+    """
+    edits = " ".join(dict.fromkeys(place.edit for _, place in sorted(places.items())))
+    return f"{NOT_THE_SAME}{more}: {places_text(places, unknown)}. {edits}"
 
 
-def places_text(places: Mapping[int, RankPlace]) -> str:
-    """Where ranks are, by rank: `"ranks 0, 2 at the end of forward 3; rank 1 at the end of forward 4"`."""
+def places_text(places: Mapping[int, RankPlace], unknown: Collection[int] = ()) -> str:
+    """Where ranks are: `"ranks 0, 2 at the end of forward 3; rank 1 at the end of forward 4"`."""
     only_details_differ = len({place.name for place in places.values()}) == 1 < len({*places.values()})
     at: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         text = f"{place.name} ({place.detail})" if only_details_differ and place.detail else place.name
         at.setdefault(text, []).append(rank)
-    return "; ".join(f"{of_ranks(ranks)} at {text}" for text, ranks in at.items())
-
-
-def edits_of(places: Mapping[int, RankPlace]) -> str:
-    """What errors ask for of ranks that are at these places."""
-    return " ".join(dict.fromkeys(place.edit for _, place in sorted(places.items())))
+    known = [f"{of_ranks(ranks)} at {text}" for text, ranks in at.items()]
+    return "; ".join([*known, *([f"of {of_ranks(unknown)} nothing is known"] if unknown else [])])
