@@ -124,3 +124,29 @@ def test_generation_reads_sharded_weights() -> None:
     with fake_group(1):
         model, _ = tz.shard(base, None, "zero3")
         assert torch.equal(model.generate(prompt, **options), wanted)
+
+
+def _t5() -> nn.Module:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=400, **sizes))
+
+
+def _gpt2_below() -> nn.Module:
+    sizes = {"vocab_size": 400, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    return nn.Sequential(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), nn.Linear(400, 8))
+
+
+@pytest.mark.parametrize("make", [_t5, _gpt2_below])
+def test_a_model_on_the_meta_device_is_drawn_as_wide_as_its_constructor_draws_it(make: Any) -> None:
+    """T5's attention and GPT-2's residual layers are set from their parents; a model below another one asks its own."""
+    torch.manual_seed(0)
+    wanted = make()
+    with torch.device("meta"):
+        model = make()
+    with fake_group(1):
+        found = full_parameters(tz.shard(model, None, "zero3")[0])
+    for name, value in wanted.named_parameters():
+        if value.numel() > 100 and value.std():
+            assert found[name].std().item() == pytest.approx(value.std().item(), rel=0.25), name
+        else:
+            torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=0.5 if "1.bias" in name else 0)

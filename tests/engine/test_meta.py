@@ -332,6 +332,104 @@ def test_zeros_are_values() -> None:
     assert not any(bool(buffer.any()) for buffer in model.buffers())
 
 
+class Residual(nn.Module):
+    """Sets what its children have set otherwise: `reset_parameters` of a module without parameters of its own."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.down.weight, 0.125)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x))
+
+
+class Scaled(nn.Module):
+    """A model of a library: its `_init_weights` sets matrices by kind, and those of its `Residual` from there."""
+
+    def __init__(self, value: float = 0.5) -> None:
+        super().__init__()
+        self.value, self.first, self.inner = value, nn.Linear(4, 4), Residual()
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, self.value)
+        elif isinstance(module, Residual):
+            nn.init.constant_(module.up.weight, -self.value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.first(x))
+
+
+class Showing(nn.Module):
+    """A wrapper that shows what it wraps as its own, as adapters and compiled modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapped, self.score = Scaled(0.25), nn.Linear(4, 1)
+        nn.init.ones_(self.score.weight)
+        self.score.reset_parameters = lambda: nn.init.ones_(self.score.weight)  # type: ignore[method-assign]
+        nn.init.zeros_(self.score.bias)
+        self.score._init_weights = lambda module: nn.init.zeros_(module.bias)  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("wrapped"), name)
+
+
+class Around(nn.Module):
+    """Several models of libraries in one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.third = Scaled(), Scaled(2.0), Showing()
+
+
+@pytest.mark.parametrize(("plan", "units"), [("zero0", []), ("zero3", [Residual, Scaled])])
+def test_each_model_sets_its_own_modules_and_each_module_its_children(plan: str, units: Any) -> None:
+    """As their constructors do, which are the oracle: the innermost `_init_weights`, children before their parents."""
+    with torch.device("meta"):
+        model = Around()
+    with fake_group(1):
+        found = full_parameters(tz.shard(model, None, plan, units=units)[0])
+    expected = {name: value.detach() for name, value in Around().named_parameters() if not name.endswith("bias")}
+    assert_equal({name: found[name] for name in expected}, expected)
+
+
+def test_what_a_module_sets_in_other_units_is_named() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), Residual())
+    with fake_group(1), pytest.warns(UserWarning, match=r"What Residual '1' sets of '1\.down\.weight' is lost"):
+        found = full_parameters(tz.shard(model, None, "zero3", units=["1.up", "1.down"])[0])
+    assert found["1.down.weight"].std() > 0
+
+
+def test_initialisers_that_cannot_be_called_are_refused_before_anything_is_changed() -> None:
+    class Alone(nn.Linear):
+        def _init_weights(self) -> None:
+            nn.init.zeros_(self.weight)
+
+    class Wide(nn.Linear):
+        def reset_parameters(self, std: float | None = None) -> None: ...
+
+    with torch.device("meta"):
+        alone, wide = nn.Sequential(nn.Linear(4, 4), Alone(4, 4)), nn.Sequential(nn.Linear(4, 4), Wide(4, 4))
+    wide[1].reset_parameters = lambda std: None
+    for model, message in (
+        (alone, r"_init_weights\(\) of Alone cannot be called with a module"),
+        (wide, "asks for arg"),
+    ):
+        with fake_group(1), pytest.raises(tz.BadInput, match=message):
+            tz.shard(model, None, "zero3")
+        assert model[0].weight.is_meta
+
+
 def test_a_module_that_the_models_init_weights_does_not_know_is_refused() -> None:
     """Beside those of layers that it does know."""
 

@@ -219,7 +219,7 @@ def test_each_adapter_on_the_meta_device_begins_as_its_own_config_says() -> None
             for parameter in module.parameters():
                 nn.init.ones_(parameter)
             torch.manual_seed(5)
-            module.reset_parameters()
+            module._init_weights(module)
     assert not any(parameter.any() for parameter in layer.lora_B.parameters())
     assert layer.lora_B["default"].bias is not None
     for module, fill in zip(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import terrazzo as tz
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.parallel import transformers_support
@@ -21,6 +22,7 @@ from terrazzo.train.model.huggingface import one_sequence_per_row
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight import check
+from tests.helpers.fake import fake_group
 from tests.planner.built import ASKED, answer_here
 from tests.train.test_pipeline import EXPERTS, staged, summary_as_alone
 from tests.train.test_preferences import llama_config
@@ -84,17 +86,14 @@ def test_a_model_called_with_targets_gives_the_loss_of_its_logits(kind: str, tie
     config = config_in(tmp_path, model=model if kind == "decoder" else {**model}, **CHUNKED)
     built = prepare_model(config)
     assert gives_loss(built)
-    built.to_empty(device="cpu")
-    torch.manual_seed(0)
-    for module in built.modules():
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
     tokens = torch.randint(60, (2, 9))
-    logits = built(input_ids=tokens[:, :-1])
-    logits = logits if isinstance(logits, torch.Tensor) else logits.logits
-    wanted = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-    found = built(input_ids=tokens[:, :-1], targets=tokens[:, 1:])
-    found = found if isinstance(found, torch.Tensor) else found.logits
+    with fake_group(1), torch.no_grad():
+        tz.shard(built, None, "zero0")
+        logits = built(input_ids=tokens[:, :-1])
+        logits = logits if isinstance(logits, torch.Tensor) else logits.logits
+        wanted = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        found = built(input_ids=tokens[:, :-1], targets=tokens[:, 1:])
+        found = found if isinstance(found, torch.Tensor) else found.logits
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
 
 

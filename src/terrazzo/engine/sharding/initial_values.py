@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,25 +15,31 @@ from terrazzo.engine.buckets.parameters.gradient_hooks import successor
 from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.partition.absent_parameters import absent_in_place, readable
+from terrazzo.engine.partition.absent_parameters import absent_in_place
 from terrazzo.engine.partition.unit_members import Member, UnitSpec
+from terrazzo.engine.sharding.initializers import Initializer, initializers_of, on_meta
 from terrazzo.engine.states.buffers_and_extra_state import replace_buffers
 from terrazzo.errors import BadInput
-from terrazzo.messages import listed
+from terrazzo.messages import listed, warn
 
-__all__ = ["InitialValues", "check_initializable", "move_buffers"]
-
-Initializer = Callable[[nn.Module, Collection[Tensor]], None]
-"""Sets those of the given parameters, and those meta buffers, that a module itself owns, not those of its children."""
+__all__ = ["InitialValues", "move_buffers"]
 
 
 class _Place(NamedTuple):
-    """Place where a module holds a buffer: the dictionary, the buffer's name in the model, and the module's class."""
+    """Place where a module holds a buffer: the dictionary, the buffer's name in the model, and what is to set it."""
 
     tensors: dict[str, Any]
     attribute: str
     name: str
-    kind: str
+    initializer: Initializer
+
+
+class _StandIn(NamedTuple):
+    """A meta parameter in the place of one that is not to be set now; its version tells whether something has."""
+
+    name: str
+    holder: nn.Module
+    value: nn.Parameter
 
 
 class InitialValues:
@@ -41,79 +48,113 @@ class InitialValues:
     Until a module sets them, floating tensors are NaN, and others have a value that no module sets: what a module
     forgets is found, and never trained.
 
+    Args:
+        specs: the units of the whole model.
+
     Attributes:
         made: what has come in place of each meta parameter.
     """
 
-    def __init__(self, model: nn.Module, axes: Axes) -> None:
+    def __init__(self, model: nn.Module, axes: Axes, specs: Sequence[UnitSpec]) -> None:
         self._model, self._axes = model, axes
-        self._initialize = _initializer_of(model)
-        self._own_init = type(model).__name__ if callable(getattr(model, "_init_weights", None)) else ""
-        self._forgotten: list[tuple[str, str]] = []  # names, and the classes of the modules that hold them
+        self._initializers = _of_what_is_on_meta(model, {spec.module for spec in specs})
+        self._by_parameters = {id(each.module._parameters): each for each in self._initializers}
+        self._called: set[Initializer] = set()
+        self._loaded = {tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
+        self._forgotten: list[tuple[str, Initializer]] = []  # names, and what should have set them
+        self._lost: dict[Initializer, dict[str, None]] = {}  # names of children's parameters that it has set in vain
         self.made: dict[nn.Parameter, nn.Parameter] = {}
         self._buffers = [
-            _Place(module._buffers, attribute, f"{path}.{attribute}" if path else attribute, type(module).__name__)
-            for path, module in model.named_modules()
-            for attribute, buffer in module._buffers.items()
+            _Place(each.module._buffers, attribute, f"{each.name}.{attribute}" if each.name else attribute, each)
+            for each in self._initializers
+            for attribute, buffer in each.module._buffers.items()
             if buffer is not None and buffer.is_meta
         ]
-        self._bare = _modules_with_buffers_alone(model)
         replace_buffers(model, lambda buffer: _unset(buffer, axes.device) if buffer.is_meta else buffer)
 
     def draw(self, spec: UnitSpec) -> Collection[nn.Parameter]:
         """Replace a unit's meta parameters by real ones, tied names together, and initialise what holds them.
 
         What several ranks share is drawn whole on each of them, and then each keeps its part. Units come one after the
-        other, the root first, and the modules of each in their order: the values do not depend on the mesh, but other
-        units give other values. A tied parameter has the values that the module of its first name gives it. Parameters
-        that only other ranks have are drawn for what comes after them, and then dropped.
+        other, the root first, and the modules of each in the order of constructors, children first: the values do not
+        depend on the mesh, but other units give other values. A tied parameter has the values that the module of its
+        first name gives it. Parameters that only other ranks have are drawn for what comes after them, and then
+        dropped.
 
         Returns:
             The new parameters; equal on all ranks that have the same of them.
         """
-        fresh = [(member, member.parameter) for member in (*spec.members, *spec.drawn) if member.parameter.is_meta]
-        for member, meta in fresh:
-            _replace(member, _unset(torch.empty(member.shape, dtype=meta.dtype, device="meta"), self._axes.device))
-        touched = {id(parameters) for member, _ in fresh for parameters, _ in member.registered}
-        for module in spec.module.modules():  # the unit is around all that have one of its parameters
-            if id(module._parameters) in touched:
-                its_own = (member for member, _ in fresh if member.registered[0][0] is module._parameters)
-                with readable(module):
-                    self._initialize(module, {member.parameter for member in its_own})
-        own = fresh[: len(fresh) - len(spec.drawn)]
-        for parameters, attribute in (each for member in spec.drawn for each in member.registered):
-            parameters[attribute] = None
+        own = [(member, member.parameter) for member in spec.members if member.parameter.is_meta]
+        others = [(member, member.parameter) for member in spec.drawn]
+        with absent_in_place(spec.module):
+            for member, meta in (*own, *others):
+                _replace(member, _unset(torch.empty(member.shape, dtype=meta.dtype, device="meta"), self._axes.device))
+            self._initialise(spec, [member.registered[0] for member, _ in (*own, *others)])
+            for member, meta in others:
+                member.replace(meta)
         synchronize([member.parameter for member, _ in own], self._axes, self._axes.within_stage)
-        self._forgotten += [(each.name, each.kinds[0].__name__) for each, _ in own if _is_unset(each.parameter)]
-        for member, _ in own:
+        for member, meta in own:
+            if _is_unset(member.parameter):
+                self._forgotten.append((member.name, self._by_parameters[id(member.registered[0][0])]))
             if member.record is not None:
                 _replace(member, member.record.box.of(member.parameter.detach()))
-        self.made |= {meta: member.parameter for member, meta in own}
+            self.made[meta] = member.parameter
         return {member.parameter for member, _ in own}
 
+    def _initialise(self, spec: UnitSpec, fresh: Sequence[tuple[dict[str, Any], str]]) -> None:
+        """Have the unit's own modules set what is fresh in it, and those of units inside what is tied."""
+        holders = {id(parameters) for parameters, _ in fresh}
+        self._call(
+            spec.name,
+            spec.module,
+            (each for each in self._initializers if each.unit is spec.module or id(each.module._parameters) in holders),
+            {(id(parameters), attribute) for parameters, attribute in fresh},
+        )
+
+    def _call(
+        self, name: str, module: nn.Module, initializers: Iterable[Initializer], fresh: Collection[tuple[int, str]] = ()
+    ) -> None:
+        """Call these, all in the module of that name, for parameters in `fresh` places and buffers without values."""
+        with _left_alone(name, module, fresh, self._loaded) as stand_ins:
+            for call, each in itertools.product((Initializer.construct, Initializer.finish), initializers):
+                before = [stand_in.value._version for stand_in in stand_ins]
+                call(each)
+                self._called.add(each)
+                for stand_in, version in zip(stand_ins, before, strict=True):
+                    if stand_in.value._version != version and stand_in.holder is not each.module:
+                        self._lost.setdefault(each, {})[stand_in.name] = None
+
     def finish(self) -> None:
-        """Initialise modules that have buffers alone, and bring all buffers to the device. Collective.
+        """Initialise modules whose unit has had nothing to draw, and bring all buffers to the device. Collective.
 
         Raises:
             BadInput: on every rank, where modules have left any of their parameters or buffers without a value.
         """
-        for module in self._bare:
-            self._initialize(module, ())
+        self._call("", self._model, [each for each in self._initializers if each not in self._called])
         move_buffers(self._model, self._axes)
         for place in self._buffers:
             if (buffer := place.tensors.get(place.attribute)) is not None and _is_unset(buffer):
-                self._forgotten.append((place.name, place.kind))
+                self._forgotten.append((place.name, place.initializer))
         all_or_none(self._axes, self._refuse_forgotten)
+        for each, names in self._lost.items():
+            warn(
+                f"What {type(each.module).__name__} {repr(each.name) if each.name else 'around the model'} sets of "
+                f"{listed([*map(repr, names)], 3)} is lost, since they are drawn with other units than its own: they "
+                "have what their own modules give them. Name units that have it whole, or build the model on a real "
+                "device."
+            )
 
     def _refuse_forgotten(self) -> None:
         if not self._forgotten:
             return
-        kinds = sorted({kind for _, kind in self._forgotten})
-        own = f", or _init_weights() of {self._own_init}" if self._own_init else ""
+        kinds = sorted({type(each.module).__name__ for _, each in self._forgotten})
+        owners = sorted({type(each.owner).__name__ for _, each in self._forgotten if each.owner is not None})
+        or_owner = f", or _init_weights() of {', '.join(owners)}" if owners else ""
         raise BadInput(
             f"The model was built on the meta device, and {listed([repr(name) for name, _ in self._forgotten], 5)} got "
-            f"no value, or not everywhere: reset_parameters() of {', '.join(kinds)}{own} must set every parameter and "
-            "buffer that the module owns. Complete it, or build the model on a real device. This model cannot be used."
+            f"no value, or not everywhere: reset_parameters() of {', '.join(kinds)}{or_owner} must set every parameter "
+            "and buffer that the module owns. Complete it, or build the model on a real device. This model cannot be "
+            "used."
         )
 
     def hand_to(self, optimizer: Optimizer) -> None:
@@ -122,62 +163,51 @@ class InitialValues:
             group["params"] = [self.made.get(parameter, parameter) for parameter in group["params"]]
 
 
-def _initializer_of(model: nn.Module) -> Initializer:
-    """Return what initialises one module of a model: `reset_parameters`, then the model's `_init_weights`, if any.
-
-    Call it while buffers are on the meta device: those that are real now keep their values.
-    """
-    own = getattr(model, "_init_weights", None)
-    loaded = {buffer for buffer in model.buffers() if not buffer.is_meta}
-
-    def initialize(module: nn.Module, fresh: Collection[Tensor]) -> None:
-        with _left_alone(module, fresh, loaded):
-            if callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
-            if callable(own):
-                own(module)
-
-    return initialize
+def _of_what_is_on_meta(model: nn.Module, units: Collection[nn.Module]) -> list[Initializer]:
+    """The initializers of modules with anything that is to be given first values, in themselves or below."""
+    found: dict[nn.Module, Initializer] = {}
+    with absent_in_place(model) as elsewhere:  # what other stages have is drawn here, too, and the buffers beside it
+        for each in initializers_of(model, units):
+            own = (parameter for parameter in each.module._parameters.values() if parameter is not None)
+            coming = any(parameter.is_meta and elsewhere.get(parameter, True) for parameter in own)
+            if coming or on_meta(each.module._buffers) or any(child in found for child in each.module.children()):
+                found[each.module] = each
+    return [*found.values()]
 
 
 @contextlib.contextmanager
-def _left_alone(module: nn.Module, fresh: Collection[Tensor], loaded: Collection[Tensor]) -> Iterator[None]:
+def _left_alone(
+    name: str, root: nn.Module, fresh: Collection[tuple[int, str]], loaded: Collection[Tensor]
+) -> Iterator[list[_StandIn]]:
     """Keep the values of what is neither `fresh` nor without one: initialising a module sets all that it owns.
 
     In the place of such parameters are meta ones, since their values may be on other ranks; of buffers, copies.
+
+    Args:
+        name, root: the module around all that is initialised.
+        fresh: places of parameters: the identity of a module's dictionary of them, and the attribute.
+
+    Gives what stands for parameters that are drawn at another time.
     """
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
-    for name, parameter in module._parameters.items():
-        if parameter is not None and parameter not in fresh:
-            replaced.append((module._parameters, name, parameter))
-            away = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            module._parameters[name] = nn.Parameter(away, requires_grad=parameter.requires_grad)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer in loaded:
-            replaced.append((module._buffers, name, buffer))
-            module._buffers[name] = buffer.clone()
+    stand_ins: list[_StandIn] = []
+    for path, module in root.named_modules(prefix=name):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and (id(module._parameters), attribute) not in fresh:
+                replaced.append((module._parameters, attribute, parameter))
+                away = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                value = module._parameters[attribute] = nn.Parameter(away, requires_grad=parameter.requires_grad)
+                if parameter not in loaded:
+                    stand_ins.append(_StandIn(f"{path}.{attribute}" if path else attribute, module, value))
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and buffer in loaded:
+                replaced.append((module._buffers, attribute, buffer))
+                module._buffers[attribute] = buffer.clone()
     try:
-        yield
+        yield stand_ins
     finally:
         for tensors, name, tensor in replaced:
             tensors[name] = tensor
-
-
-def check_initializable(model: nn.Module) -> None:
-    """Refuse meta parameters or buffers in a module that has no way to initialise them.
-
-    Raises:
-        BadInput: there.
-    """
-    if callable(getattr(model, "_init_weights", None)):
-        return
-    for module in model.modules():
-        meta = _on_meta(module._parameters) or _on_meta(module._buffers)
-        if meta and not callable(getattr(module, "reset_parameters", None)):
-            raise BadInput(
-                f"{type(module).__name__} was built on the meta device and has no reset_parameters() to give its "
-                "parameters and buffers values. Add that method, or build the model on a real device."
-            )
 
 
 def move_buffers(model: nn.Module, axes: Axes) -> None:
@@ -191,21 +221,6 @@ def _replace(member: Member, value: Tensor) -> None:
     parameter = successor(member.parameter, value)
     vars(parameter).pop("_is_hf_initialized", None)  # it has to be
     member.replace(parameter)
-
-
-def _modules_with_buffers_alone(model: nn.Module) -> list[nn.Module]:
-    """Modules with meta buffers, no parameter of which is still to be given its first value."""
-    with absent_in_place(model) as away:  # what other stages have is drawn here, too, and the buffers beside it
-        return [module for module in model.modules() if _on_meta(module._buffers) and not _will_be_drawn(module, away)]
-
-
-def _will_be_drawn(module: nn.Module, away: Mapping[nn.Parameter, bool]) -> bool:
-    """Whether a module has parameters that are still to be given first values; `away` says so of those elsewhere."""
-    return any(each is not None and each.is_meta and away.get(each, True) for each in module._parameters.values())
-
-
-def _on_meta(tensors: Mapping[str, Tensor | None]) -> bool:
-    return any(tensor is not None and tensor.is_meta for tensor in tensors.values())
 
 
 _UNSET_BYTE = 0xA5

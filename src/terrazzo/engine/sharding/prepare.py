@@ -37,7 +37,7 @@ from terrazzo.engine.sharding.compared_facts import (
     model_facts,
     optimizer_facts,
 )
-from terrazzo.engine.sharding.initial_values import check_initializable
+from terrazzo.engine.sharding.initializers import check_initializable
 from terrazzo.engine.sharding.mesh_checks import check_group, check_is_mesh, check_kind, check_mesh
 from terrazzo.engine.sharding.model_checks import (
     check_device,

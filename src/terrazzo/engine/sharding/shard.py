@@ -180,7 +180,7 @@ def _ranks_beside(axes: Axes) -> int:
 def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> list[Unit]:
     """Make every unit: its values, and its memory, one after the other."""
     axes, laid_out = prepared.mesh_axes, {unit.name: unit for unit in prepared.units}
-    values, units, ledger = InitialValues(model, axes), list[Unit](), prepared.tally.ledger
+    values, units, ledger = InitialValues(model, axes, prepared.drawn), list[Unit](), prepared.tally.ledger
     for spec in prepared.drawn:
         fresh = values.draw(spec)
         if (unit := laid_out.get(spec.name)) is None:

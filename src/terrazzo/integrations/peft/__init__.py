@@ -21,7 +21,7 @@ merge           the base saved with an adapter added to its weights
 
 Changed:
 
-prepare_adapters   on the meta device: `reset_parameters` of adapter layers and the model's `_init_weights`
+prepare_adapters   on the meta device: `_init_weights` of adapter layers, asked in place of the base model's
 save_adapter       while names are read: `state_dict` of the modules in `modules_to_save` (`names`)
 """
 

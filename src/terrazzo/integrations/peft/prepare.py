@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import weakref
+import math
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -38,7 +37,7 @@ def prepare_adapters(model: nn.Module) -> None:
             raise BadInput(f"Adapters of type {config.peft_type.value} add prompts; use one that adds to layers: LoRA.")
     require_unmerged(model)
     if any(parameter.is_meta for parameter in model.parameters()):
-        _initialise_as_peft(model, base)
+        _initialise_as_peft(model)
 
 
 def require_unmerged(model: nn.Module) -> None:
@@ -53,11 +52,11 @@ def require_unmerged(model: nn.Module) -> None:
             )
 
 
-def _initialise_as_peft(model: nn.Module, base: nn.Module) -> None:
-    """Give the adapters on the meta device their own initial values, instead of the base model's."""
+def _initialise_as_peft(model: nn.Module) -> None:
+    """Have the adapters on the meta device begin as PEFT's do, and not as the layers of the base model."""
     from peft.tuners.lora import LoraLayer
 
-    configs, own = peft_model(model).peft_config, set()
+    configs = peft_model(model).peft_config
     for name, config in configs.items():
         if config.peft_type.value != "LORA" or config.init_lora_weights not in (True, "gaussian") or config.use_dora:
             raise BadInput(
@@ -71,28 +70,17 @@ def _initialise_as_peft(model: nn.Module, base: nn.Module) -> None:
                     "LoRA on an embedding cannot be initialised on the meta device: leave it out of targets."
                 )
             for name, down in layer.lora_A.items():
-                up, std = layer.lora_B[name], 1 / layer.r[name]
-                up.reset_parameters = _filling(up, nn.init.zeros_)
-                if configs[name].init_lora_weights == "gaussian":
-                    down.reset_parameters = _filling(down, functools.partial(nn.init.normal_, std=std))
-                own |= {id(up), id(down)}
-    drawn: Any = getattr(base, "_init_weights", None)
-    method = None if drawn is None else weakref.WeakMethod(drawn)
-
-    def init_weights(module: nn.Module) -> None:
-        if method is not None and id(module) not in own and (draw := method()) is not None:
-            draw(module)
-
-    model._init_weights = init_weights  # type: ignore[assignment]
+                is_normal = configs[name].init_lora_weights == "gaussian"
+                draw = functools.partial(nn.init.normal_, std=1 / layer.r[name]) if is_normal else _draw_uniform
+                down._init_weights = functools.partial(_set_own, draw)
+                layer.lora_B[name]._init_weights = functools.partial(_set_own, nn.init.zeros_)
 
 
-def _filling(module: nn.Module, fill: Callable[[Tensor], object]) -> Callable[[], None]:
-    """`fill` on the module's parameters, to come: they are still on the meta device."""
-    reference = weakref.ref(module)
+def _draw_uniform(weight: Tensor) -> None:
+    """As PEFT does where `init_lora_weights` is True."""
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
-    def reset_parameters() -> None:
-        live: Any = reference()
-        for parameter in live.parameters(recurse=False):
-            fill(parameter)
 
-    return reset_parameters
+def _set_own(fill: Callable[[Tensor], object], module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        fill(parameter)

@@ -29,7 +29,7 @@ def build_model(
 
     Args:
         spec: a `DecoderConfig`; or the contents of a `transformers` config.json, or a local folder with one.
-        device: `"meta"` gives a model without storage whose modules all have `reset_parameters()`.
+        device: `"meta"` gives a model without storage, whose values `tz.shard` draws unit by unit.
         dropout: False builds it as if `spec` dropped nothing in training.
 
     Raises:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -121,8 +120,6 @@ def _build(auto: Any, config: Any, device: torch.device) -> nn.Module:
         raise
     except Exception as error:
         raise refused("The model's config", config.model_type, error) from error
-    if device.type == "meta":
-        _give_reset_parameters(model)
     return model
 
 
@@ -171,29 +168,6 @@ def weight_files(folder: Path) -> list[Path]:
             "for new ones."
         )
     return files
-
-
-def _give_reset_parameters(model: nn.Module) -> None:
-    """Gives every module that owns tensors a `reset_parameters()` that draws as the architecture prescribes.
-
-    `transformers` keeps initialisation in one method of the whole model; those of torch's own layers draw
-    from other distributions. What a module there changes in its children afterwards is not repeated: GPT-2's
-    residual projections get the plain standard deviation. Weak references: deleting the model frees it.
-    """
-    for module in model.modules():
-        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            owned: Any = module
-            owned.reset_parameters = _reset_of(weakref.ref(model), weakref.ref(module))
-
-
-def _reset_of(model: weakref.ref[nn.Module], module: weakref.ref[nn.Module]) -> Callable[[], None]:
-    """`model._init_weights(module)` as a function of no arguments."""
-
-    def reset_parameters() -> None:
-        owner: Any = model()
-        owner._init_weights(module())
-
-    return reset_parameters
 
 
 def num_flops_per_token(model: nn.Module, sequence_length: int, *, scores_tokens: bool = True) -> int:

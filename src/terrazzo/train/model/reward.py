@@ -63,7 +63,7 @@ class RewardModel(nn.Module):
 
 
 def build_reward_model(spec: DecoderConfig | Path, device: torch.device) -> RewardModel:
-    """Build a reward model as `build_model` does: random, and on the meta device with `reset_parameters()` everywhere.
+    """Build a reward model as `build_model` does: random, or on the meta device.
 
     Raises:
         BadInput: as `build_model`, or `transformers` has no such model with a score, or one of other tensors.
