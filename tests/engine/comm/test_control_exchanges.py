@@ -200,6 +200,12 @@ def test_numbers_come_as_they_are(numel: int, dtype: torch.dtype) -> None:
     on_ranks(3, body)
 
 
+def test_each_purpose_has_its_words() -> None:
+    said = [str(Label(purpose, 1, 2)) for purpose in Purpose]
+    assert len({*said}) == len(Purpose) and not [each for each in said if "{" in each]
+    assert str(Label(Purpose.EXPERTS_BACK, 1)) == "gradients of what the experts of module 1 gave"
+
+
 def test_no_number_is_read_by_names_of_other_things() -> None:
     activations = Label(Purpose.ACTIVATIONS, 1, 7, Names(modules=("mlp.up", "mlp.down")))
     assert str(activations) == "activations of 'mlp.down', exchange 7 along their axis"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from terrazzo.engine.labels.numbered import Numbered, text_number
 
-__all__ = ["CALLS", "DECLARED_CALLS", "declare_call"]
+__all__ = ["DECLARED_CALLS", "NUMBERED_CALLS", "declare_call"]
 
 
 class DeclaredCall(NamedTuple):
@@ -44,4 +44,4 @@ def declare_call(text: str, edit: str) -> int:
     return number
 
 
-CALLS = Numbered(lambda names: {number: call.text for number, call in _declared.items()}, str, "another call")
+NUMBERED_CALLS = Numbered(lambda names: {number: call.text for number, call in _declared.items()}, str, "another call")

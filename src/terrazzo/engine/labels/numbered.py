@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["EXPERTS", "INDEX_BITS", "MEASURES", "MODULES", "UNITS", "Names", "Numbered", "text_number", "unit_title"]
+__all__ = [
+    "INDEX_BITS",
+    "NUMBERED_EXPERTS",
+    "NUMBERED_MEASURES",
+    "NUMBERED_MODULES",
+    "NUMBERED_UNITS",
+    "Names",
+    "Numbered",
+    "text_number",
+    "unit_title",
+]
 
 INDEX_BITS = 24
 """Bits that a label has for the number of what is moved."""
@@ -59,7 +69,7 @@ def text_number(text: str) -> int:
     return zlib.crc32(text.encode()) >> (32 - INDEX_BITS)
 
 
-UNITS = Numbered(lambda names: dict(enumerate(names.units)), unit_title, "unit {}")
-MODULES = Numbered(lambda names: dict(enumerate(names.modules)), repr, "layer {}")
-EXPERTS = Numbered(lambda names: dict(enumerate(names.experts)), repr, "module {}")
-MEASURES = Numbered(lambda names: {text_number(names.measure): names.measure}, str, "another measure")
+NUMBERED_UNITS = Numbered(lambda names: dict(enumerate(names.units)), unit_title, "unit {}")
+NUMBERED_MODULES = Numbered(lambda names: dict(enumerate(names.modules)), repr, "layer {}")
+NUMBERED_EXPERTS = Numbered(lambda names: dict(enumerate(names.experts)), repr, "module {}")
+NUMBERED_MEASURES = Numbered(lambda names: {text_number(names.measure): names.measure}, str, "another measure")

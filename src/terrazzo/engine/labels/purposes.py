@@ -5,8 +5,14 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Self
 
-from terrazzo.engine.labels.declared_calls import CALLS
-from terrazzo.engine.labels.numbered import EXPERTS, MEASURES, MODULES, UNITS, Numbered
+from terrazzo.engine.labels.declared_calls import NUMBERED_CALLS
+from terrazzo.engine.labels.numbered import (
+    NUMBERED_EXPERTS,
+    NUMBERED_MEASURES,
+    NUMBERED_MODULES,
+    NUMBERED_UNITS,
+    Numbered,
+)
 
 __all__ = ["PURPOSE_BITS", "RUN_ALL_EXPERTS", "RUN_THE_SAME", "Purpose"]
 
@@ -56,42 +62,47 @@ class Purpose(IntEnum):
         return purpose
 
     AGREEMENT = 0, "an agreement, as on what all ranks are given", _CALL_EVERYWHERE
-    FORWARD = 1, "the weights of {what} for training forward {number}", RUN_THE_SAME, UNITS
-    EVALUATION = 2, "the weights of {what} for forward {number}, without gradients", RUN_THE_SAME, UNITS
-    BACKWARD = 3, "the weights of {what} for backward {number}", RUN_THE_SAME, UNITS
-    STRAY = 4, "the weights of {what}, which came in another order than before", RUN_THE_SAME, UNITS
-    OUTSIDE = 5, "the weights of {what} outside of the model's forward and backward", RUN_THE_SAME, UNITS
-    GRADIENT = 6, "the gradient of {what} in backward {number}, the last of its step", RUN_THE_SAME, UNITS
+    FORWARD = 1, "the weights of {what} for training forward {number}", RUN_THE_SAME, NUMBERED_UNITS
+    EVALUATION = 2, "the weights of {what} for forward {number}, without gradients", RUN_THE_SAME, NUMBERED_UNITS
+    BACKWARD = 3, "the weights of {what} for backward {number}", RUN_THE_SAME, NUMBERED_UNITS
+    STRAY = 4, "the weights of {what}, which came in another order than before", RUN_THE_SAME, NUMBERED_UNITS
+    OUTSIDE = 5, "the weights of {what} outside of the model's forward and backward", RUN_THE_SAME, NUMBERED_UNITS
+    GRADIENT = 6, "the gradient of {what} in backward {number}, the last of its step", RUN_THE_SAME, NUMBERED_UNITS
     PARTIAL = (
         7,
         "the gradient of {what} in backward {number}, inside of 'with tz.accumulate(model)'",
         RUN_THE_SAME,
-        UNITS,
+        NUMBERED_UNITS,
     )
-    UPDATED = 8, "the updated weights of {what}", RUN_THE_SAME, UNITS
+    UPDATED = 8, "the updated weights of {what}", RUN_THE_SAME, NUMBERED_UNITS
     END_OF_FORWARD = 9, "the end of forward {number}", RUN_THE_SAME
     END_OF_BACKWARD = 10, "the end of backward {number}", RUN_THE_SAME
-    EXPERTS = 11, "rows for the experts of {what}", RUN_ALL_EXPERTS, EXPERTS
-    EXPERTS_BACK = 12, "gradients of what the experts of {what} gave", RUN_ALL_EXPERTS, EXPERTS
-    CALL = 13, "{what}", _CALL_EVERYWHERE, CALLS
+    EXPERTS = 11, "rows for the experts of {what}", RUN_ALL_EXPERTS, NUMBERED_EXPERTS
+    EXPERTS_BACK = 12, "gradients of what the experts of {what} gave", RUN_ALL_EXPERTS, NUMBERED_EXPERTS
+    CALL = 13, "{what}", _CALL_EVERYWHERE, NUMBERED_CALLS
     MATRICES = 14, "matrices that an optimizer updates whole", RUN_THE_SAME
     OUTER = 15, "outer step {number}", RUN_THE_SAME
-    ACTIVATIONS = 16, "activations of {what}, exchange {number} along their axis", _RUN_THE_SAME_MODULES, MODULES
+    ACTIVATIONS = (
+        16,
+        "activations of {what}, exchange {number} along their axis",
+        _RUN_THE_SAME_MODULES,
+        NUMBERED_MODULES,
+    )
     ACTIVATIONS_BACK = (
         17,
         "gradients of activations of {what}, exchange {number} along their axis",
         _RUN_THE_SAME_MODULES,
-        MODULES,
+        NUMBERED_MODULES,
     )
     LOSS = 18, "a loss of parts of the vocabulary, exchange {number}", _RUN_THE_SAME_MODULES
     NORM = 19, "the norm of all gradients", _CALL_EVERYWHERE
-    MEASURE = 20, "{what}", _MEASURE_THE_SAME, MEASURES
+    MEASURE = 20, "{what}", _MEASURE_THE_SAME, NUMBERED_MEASURES
     CHECKPOINT = 21, "a checkpoint", _CALL_EVERYWHERE
 
     @property
     def moves_a_unit(self) -> bool:
         """Whether exchanges for it move weights or gradients of one unit, whose index is in their labels."""
-        return self.of is UNITS
+        return self.of is NUMBERED_UNITS
 
 
 assert len(Purpose) <= 1 << PURPOSE_BITS, "labels have no room for the number of a purpose"
