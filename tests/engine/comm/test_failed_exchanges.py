@@ -60,7 +60,7 @@ def test_a_rank_that_does_not_come_to_shard_is_named(near: str) -> None:
 
 
 def test_a_rank_is_told_of_in_its_own_words_where_another_does_not_know_its_names() -> None:
-    alone, unnamed = RankPlace("model.state_dict()", "", code=3), RankPlace("the weights of unit 0", "", code=7)
+    alone, unnamed = RankPlace("model.state_dict()", "", code=3), RankPlace("the weights of unit 0", "", "8 bytes", 7)
     groups, waits = {"g": [0, 1]}, RankPlace("the weights of the root unit", "", code=7)
     reports = FailureReports(RankReport(groups, []))
     reports._reports = {
@@ -68,6 +68,10 @@ def test_a_rank_is_told_of_in_its_own_words_where_another_does_not_know_its_name
         1: RankReport(groups, [("g", RankPlace("a norm", "", code=9)), ("g", waits)]),
     }
     assert "rank 0 at model.state_dict(); rank 1 at the weights of the root unit." in str(reports.apart())
+    larger = waits._replace(detail="12 bytes")
+    reports._reports[0] = RankReport(groups, [("g", waits)], {0: larger, 1: unnamed})
+    both = "rank 0 at the weights of the root unit (12 bytes); rank 1 at the weights of the root unit (8 bytes)."
+    assert both in str(reports.apart()), "and how much it has brought, as it was seen"
 
 
 class Late(torch.autograd.Function):

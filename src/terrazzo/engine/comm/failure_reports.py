@@ -59,7 +59,8 @@ class RankReport:
         """Where this report's `rank` has been `seen`, in its own words: others may not know the names of its units."""
         if rank in self.seen or rank not in seen:
             return self.seen.get(rank)
-        return next((place for _, place in self.pending if place.code == seen[rank].code), None)
+        own = next((place for _, place in self.pending if place.code == seen[rank].code), None)
+        return own and own._replace(detail=seen[rank].detail)
 
 
 class FailureReports:
