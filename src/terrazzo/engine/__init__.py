@@ -111,9 +111,10 @@ from terrazzo.engine.model.unused_gradients import UnusedGradients, unused_gradi
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.stock.elementwise import ELEMENTWISE, check_elementwise, check_narrow
 from terrazzo.engine.partition.absent_parameters import give_up
+from terrazzo.engine.partition.asked_units import Units
 from terrazzo.engine.partition.box import Box, Owned, Record, leave_record, record_of
 from terrazzo.engine.partition.rectangles import Rectangle
-from terrazzo.engine.partition.unit_choice import Units, find_units
+from terrazzo.engine.partition.unit_choice import find_units
 from terrazzo.engine.partition.unit_members import parameters_by_names
 from terrazzo.engine.pipeline.stages import STAGES_OF, Stages, stages_of
 from terrazzo.engine.plan.diloco import DiLoCo

@@ -21,7 +21,9 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.stock.template import Templates
-from terrazzo.engine.partition.unit_choice import Units, find_units, layers_in_root
+from terrazzo.engine.partition.asked_units import Units
+from terrazzo.engine.partition.repeated_blocks import layers_in_root
+from terrazzo.engine.partition.unit_choice import find_units
 from terrazzo.engine.partition.unit_members import UnitSpec, left_without, partition
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo

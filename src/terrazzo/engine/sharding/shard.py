@@ -31,7 +31,7 @@ from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.stock.param_groups import orphans
-from terrazzo.engine.partition.unit_choice import Units
+from terrazzo.engine.partition.asked_units import Units
 from terrazzo.engine.pipeline.pipeline_schedule import PipelineSchedule
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo

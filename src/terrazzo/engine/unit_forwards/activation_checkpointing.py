@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from terrazzo.engine.offload.activations.offloaded_activations import OffloadedActivations
-from terrazzo.engine.partition.unit_choice import Units
+from terrazzo.engine.partition.asked_units import Units
 from terrazzo.engine.unit_forwards.layered_forward import Forward, Layer, LayerRing, layers_of, surround, unit_modules
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.given_numbers import is_count

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from terrazzo.engine.partition.unit_choice import Units
+from terrazzo.engine.partition.asked_units import Units
 from terrazzo.engine.unit_forwards.layered_forward import (
     Forward,
     Layer,

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from terrazzo.engine.partition.unit_choice import Units, find_units
+from terrazzo.engine.partition.asked_units import Units
+from terrazzo.engine.partition.unit_choice import find_units
 from terrazzo.engine.runtime.method_replacement import MethodReplacement, function_of, replaced_of
 from terrazzo.errors import BadInput
 
