@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +160,88 @@ def test_every_key_alone_and_with_its_section_with_every_kind_of_value(name: str
     for index, keys in enumerate(sections.values()):
         for value in (-1, 2**62, 0.5, "auto", [], [None], {})[index % turns :: turns]:
             assert_promises(dialect(name), nested([(key, value) for key in keys]), CONTEXTS[1])
+
+
+CHECKPOINTS = {
+    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "init_args": {"every_n_train_steps": 5, "save_top_k": 3, "monitor": "step", "mode": "max", "dirpath": "runs"},
+}
+DEEP: dict[str, list[dict[str, Any]]] = {
+    "fsdp2": [
+        {
+            "module": ["Block"],
+            "mesh": {"dp_shard": 2, "ep": 2, "tp": 2},
+            "dp_mesh_dims": {"shard": ["dp_shard", "ep"]},
+            "offload_policy": {"pin_memory": False},
+        }
+    ],
+    "lightning": [
+        {
+            "trainer": {
+                "strategy": {
+                    "class_path": "lightning.pytorch.strategies.FSDPStrategy",
+                    "init_args": {"device_mesh": [2, 4], "mixed_precision": {"param_dtype": "torch.bfloat16"}},
+                    "dict_kwargs": {"backward_prefetch": "BACKWARD_PRE"},
+                },
+                "precision": "bf16-mixed",
+                "max_steps": 12,
+                "callbacks": [CHECKPOINTS],
+            },
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+        },
+        {
+            "strategy": {
+                "class_path": "DeepSpeedStrategy",
+                "init_args": {"config": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}},
+            },
+            "precision": "16-mixed",
+            "callbacks": CHECKPOINTS,
+        },
+        {
+            "strategy": {"class_path": "DeepSpeedStrategy", "init_args": {"stage": 3, "loss_scale": 3.0}},
+            "precision": "16-mixed",
+        },
+        {"strategy": {"class_path": "ModelParallelStrategy", "init_args": {"tensor_parallel_size": 4}}, "devices": 8},
+    ],
+    "trainer": [{"fsdp": "full_shard", "fsdp_config": {"version": 2}, "lr_scheduler_kwargs": {"power": 1}}],
+}
+"""Documents whose values stand in lists, or in documents inside of them, beside `SAMPLES`."""
+MISSHAPEN = (None, True, -1.5, "x", [], ["x"], [1, 2], [{}], {}, {"a": {"b": [1]}}, [[None]])
+
+
+def places(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Where a value stands in a document: all of its sections, and all of its lists."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield (*at, key)
+        yield from places(each, (*at, key))
+
+
+@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.long), 7])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_misshapen_value_is_told_wherever_it_stands(name: str, turns: int) -> None:
+    for number, document in enumerate([*SAMPLES[name].values(), *DEEP.get(name, ())]):
+        for index, place in enumerate(places(document)):
+            for value in MISSHAPEN[(number + index) % turns :: turns]:
+                broken = copy.deepcopy(document)
+                around = functools.reduce(lambda inner, key: inner[key], place[:-1], broken)
+                around[place[-1]] = value
+                assert_promises(dialect(name), broken, CONTEXTS[index % 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "document", "key", "words"),
+    [
+        ("lightning", {"strategy": "fsdp", "precision": {"a": {"b": 1}}}, "precision.a.b", "expected one of 16-true"),
+        ("lightning", {"callbacks": {**CHECKPOINTS, "init_args": [1]}}, "callbacks", "[1], expected its arguments"),
+        ("torchtitan", {"training": {"steps": {"a": 1}}}, "training.steps.a", "expected a whole number"),
+        ("fsdp1", {"cpu_offload": {"offload": True}}, "cpu_offload.offload", "no such key"),
+    ],
+)
+def test_a_misshapen_value_is_told_by_what_was_expected(name: str, document: Any, key: str, words: str) -> None:
+    reading = assert_promises(dialect(name), document, NO_CONTEXT)
+    (verdict,) = [each for each in reading.verdicts if each.key == key]
+    assert verdict.kind == "refused" and words in verdict.why
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "accelerate", "trainer", "lightning", "torchtitan", "megatron"])

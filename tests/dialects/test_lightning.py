@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from terrazzo.dialects.core.description import Setting, build
-from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.formats.lightning.deepspeed_document import strategy_document
 from terrazzo.dialects.formats.lightning.keys import (
@@ -27,6 +27,7 @@ from terrazzo.dialects.formats.lightning.keys import (
     TRAINER,
 )
 from terrazzo.dialects.formats.lightning.precision import WORDS
+from terrazzo.dialects.formats.lightning.trainer_arguments import trainer_arguments
 from terrazzo.dialects.registry import dialect
 from terrazzo.engine import DTYPE_NAMES
 from tests.dialects.peers import (
@@ -254,6 +255,18 @@ def test_a_whole_configuration_makes_other_arguments_void() -> None:
     inner = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2}
     outcomes = verdicts("lightning", {"strategy": strategy("DeepSpeedStrategy", config=inner)})
     assert "raises" in outcomes["strategy.init_args.config.gradient_accumulation_steps"].why
+
+
+def test_of_arguments_beside_a_whole_configuration_those_of_fp16_count_where_it_has_none() -> None:
+    """`_format_precision_config` writes the section by them."""
+    inner = {"zero_optimization": {"stage": 1}}
+    for config, kind, first in ((inner, "applied", 2.0**8), ({**inner, "fp16": {"enabled": True}}, "refused", 2.0**16)):
+        beside = strategy("DeepSpeedStrategy", config=config, initial_scale_power=8)
+        document = {"strategy": beside, "precision": "16-mixed"}
+        assert verdicts("lightning", document)["strategy.init_args.initial_scale_power"].kind == kind
+        setting = described("lightning", document)["precision.loss_scaling"]
+        assert setting.value.init == first
+        assert setting.keys == (("strategy.init_args.initial_scale_power",) if kind == "applied" else ())
 
 
 def test_a_configuration_in_a_file_is_read(tmp_path: Path) -> None:
@@ -685,7 +698,8 @@ def test_precision_words_are_lightnings() -> None:
 def test_the_strategy_document_is_lightnings(strategies: Any, arguments: dict[str, Any]) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeedStrategy imports it")
     theirs = strategies.DeepSpeedStrategy(**arguments).config
-    ours, _ = strategy_document(arguments, {"precision": "32-true"})
+    document = {"strategy": strategy("DeepSpeedStrategy", **arguments)}
+    ours = strategy_document(trainer_arguments(document, lambda key: TRAINER[key].neutral), NO_CONTEXT).document
     added = ("gradient_accumulation_steps", "gradient_clipping")  # Lightning adds them when training starts
     assert {key: value for key, value in ours.items() if key not in added} == theirs
 

@@ -20,6 +20,7 @@ from terrazzo.dialects.core.description import Extra, Setting, SettingOrigin, Se
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading
 from terrazzo.dialects.core.key_verdict import TODAY, KeyVerdict, Loss, VerdictKind, worst
 from terrazzo.dialects.core.keys import (
+    ANY,
     MISSING,
     NAME_LIST,
     ONE_OF,
@@ -245,7 +246,7 @@ class Reader:
             elif self.flat[key] == {} and any(name.startswith(f"{key}.") for name in names):
                 self.mark(key, "applied", "an empty section says nothing")
             else:
-                self.refuse(key, self.stranger(key, names, unknown, gone or {}))
+                self.refuse(key, self._value_above(key, names) or self.stranger(key, names, unknown, gone or {}))
         settings = {path: self._as_spelled(setting) for path, setting in settings.items()}
         self._name_targets(settings)
         self._keep_idle(settings)
@@ -254,6 +255,15 @@ class Reader:
         ordered = tuple(self.verdicts[key] for key in self.flat)
         description = build(dialect, settings, tuple(self.extras), self._without_refused())
         return Reading(description, ordered, self.document, self._values())
+
+    def _value_above(self, key: str, known: list[str]) -> str:
+        """Why a key is none that stands below one whose value is no section; empty where it does not."""
+        name = self.canonical(key)
+        above = [name[:end] for end, letter in enumerate(name) if letter == "."]
+        for place, row in ((place, self.keys.get(place)) for place in above):
+            if row is not None and row.type is not ANY and not any(each.startswith(f"{place}.") for each in known):
+                return f"{place} is a section of keys, expected {row.type.expected}"
+        return ""
 
     def stranger(self, key: str, known: list[str], unknown: str, gone: Mapping[str, str]) -> str:
         """Why a key that the library does not know is refused: what it does with it, and what may have been meant.

@@ -4,6 +4,7 @@ In reading order:
 
     precision           the precision that Lightning trains in, by its word and the strategy
     keys                arguments of the Trainer and the strategies, and the strategies by name
+    trainer_arguments   what a document says to the Trainer, checked once
     read                arguments to the neutral description; calls the two that read below
     deepspeed_document  the document that DeepSpeedStrategy hands to DeepSpeed
     read_strategy       each strategy, by what is under it: FSDP's arguments, or a DeepSpeed document

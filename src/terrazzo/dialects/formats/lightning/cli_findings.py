@@ -11,6 +11,7 @@ from typing import Any
 
 from terrazzo.dialects.core.dialect import Finding
 from terrazzo.dialects.formats.lightning.keys import FSDP, FSDP_BY_NAME, SHARED
+from terrazzo.dialects.formats.lightning.trainer_arguments import Strategy
 
 __all__ = ["cli_findings"]
 
@@ -18,10 +19,10 @@ _NAMED = {*FSDP, *FSDP_BY_NAME, *SHARED}
 _CLASSES = ("auto_wrap_policy", "activation_checkpointing_policy", "activation_checkpointing")
 
 
-def cli_findings(strategy: Mapping[str, Any], where: str) -> Iterable[Finding]:
-    """What is wrong with FSDPStrategy as a `class_path` with arguments, at the key `where`, to LightningCLI alone."""
-    arguments, others = (_mapping(strategy.get(name)) for name in ("init_args", "dict_kwargs"))
-    section = f"{where}.init_args"
+def cli_findings(strategy: Strategy) -> Iterable[Finding]:
+    """What is wrong with FSDPStrategy as a `class_path` with arguments, to LightningCLI alone."""
+    arguments, others = strategy.init_args, strategy.dict_kwargs
+    section = strategy.section
     for name in arguments:
         if name not in _NAMED:
             text = "FSDPStrategy has no argument of that name, and LightningCLI stops: say it in dict_kwargs."
@@ -41,7 +42,7 @@ def cli_findings(strategy: Mapping[str, Any], where: str) -> Iterable[Finding]:
         yield Finding.error(f"{section}.device_mesh", "LightningCLI takes two sizes: replicas, and the shards of each.")
     if isinstance(others.get("backward_prefetch"), str):
         text = "LightningCLI hands it on as text, which FSDP does not know: backward gathers nothing ahead."
-        yield Finding.warning(f"{where}.dict_kwargs.backward_prefetch", text)
+        yield Finding.warning(f"{strategy.where}.dict_kwargs.backward_prefetch", text)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.formats.lightning.keys import DEEPSPEED_STRATEGY
+from terrazzo.dialects.formats.lightning.trainer_arguments import TrainerArguments
 from terrazzo.dialects.formats.nested import load_named
 
-__all__ = ["FP16", "configured", "strategy_document"]
+__all__ = ["FP16", "DeepSpeedDocument", "strategy_document"]
 
 _AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
 _ACTIVATIONS = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
@@ -19,11 +21,42 @@ _ZERO_ALL = (*_ZERO, "allgather_bucket_size", "reduce_bucket_size", "sub_group_s
 FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 
 
-def strategy_document(
-    arguments: Mapping[str, Any], trainer: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """What DeepSpeedStrategy hands to DeepSpeed, and the arguments behind each key of it."""
-    values = {name: arguments.get(name, row.default) for name, row in DEEPSPEED_STRATEGY.items()}
+@dataclass
+class DeepSpeedDocument:
+    """A document on its way to DeepSpeed.
+
+    Attributes:
+        source: names of the strategy's arguments behind each key that Lightning writes by them.
+        own: top keys that the argument `config` has itself.
+        fault: why `config` cannot be read; empty where it can, or there is none.
+    """
+
+    document: dict[str, Any]
+    source: dict[str, tuple[str, ...]]
+    own: frozenset[str] = frozenset()
+    fault: str = ""
+
+    @property
+    def used(self) -> frozenset[str]:
+        """Arguments that it says something of."""
+        return frozenset(name for names in self.source.values() for name in names)
+
+
+def strategy_document(trainer: TrainerArguments, context: ReadingContext) -> DeepSpeedDocument:
+    """What DeepSpeedStrategy hands to DeepSpeed: its argument `config`, or what it makes of all others."""
+    config = trainer.strategy.arguments.get("config")
+    if config is None:
+        handed = _of_arguments(trainer)
+    else:
+        document, fault = (dict(config), "") if isinstance(config, Mapping) else load_named(config, context)
+        handed = DeepSpeedDocument(document, {}, frozenset(document), fault)
+    if not handed.fault:
+        _complete(handed, trainer)
+    return handed
+
+
+def _of_arguments(trainer: TrainerArguments) -> DeepSpeedDocument:
+    values = _values(trainer)
     document: dict[str, Any] = {
         "activation_checkpointing": {name: values[name] for name in _ACTIVATIONS_ALL},
         "aio": {name: values[name] for name in _AIO},
@@ -38,18 +71,24 @@ def strategy_document(
     if values["logging_batch_size_per_gpu"] != "auto":
         document["train_micro_batch_size_per_gpu"] = values["logging_batch_size_per_gpu"]
         source["train_micro_batch_size_per_gpu"] = ("logging_batch_size_per_gpu",)
-    _complete(document, values, trainer)
-    source |= {f"fp16.{name}": (name,) for name in FP16}
-    return document, source
+    return DeepSpeedDocument(document, source)
 
 
-def _complete(document: dict[str, Any], values: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
+def _values(trainer: TrainerArguments) -> dict[str, Any]:
+    """All arguments of DeepSpeedStrategy, with its defaults."""
+    return {name: trainer.strategy.arguments.get(name, row.default) for name, row in DEEPSPEED_STRATEGY.items()}
+
+
+def _complete(handed: DeepSpeedDocument, trainer: TrainerArguments) -> None:
     """Add what Lightning adds to any document: accumulation, clipping, and the 16-bit section of the precision."""
-    document["gradient_accumulation_steps"] = trainer.get("accumulate_grad_batches", 1)
-    document.setdefault("gradient_clipping", trainer.get("gradient_clip_val") or 0.0)
-    if trainer["precision"].startswith("16-"):
-        document.setdefault("fp16", {"enabled": True, **{name: values[name] for name in FP16}})
-    elif trainer["precision"].startswith("bf16-"):
+    document = handed.document
+    document["gradient_accumulation_steps"] = trainer.accumulate_grad_batches
+    document.setdefault("gradient_clipping", trainer.gradient_clip_val or 0.0)
+    if trainer.precision.startswith("16-") and "fp16" not in document:
+        values = _values(trainer)
+        document["fp16"] = {"enabled": True, **{name: values[name] for name in FP16}}
+        handed.source.update({f"fp16.{name}": (name,) for name in FP16})
+    elif trainer.precision.startswith("bf16-"):
         document.setdefault("bf16", {"enabled": True})
 
 
@@ -78,15 +117,3 @@ def _offloads(values: Mapping[str, Any], source: dict[str, tuple[str, ...]]) -> 
             source |= {f"{inner}.{name}": (argument,) for name, argument in sections[section].items()}
             source[f"{inner}.device"] = (switch, sections[section]["device"])
     return offloads
-
-
-def configured(
-    arguments: Mapping[str, Any], context: ReadingContext, trainer: Mapping[str, Any]
-) -> tuple[dict[str, Any], set[str], str]:
-    """The argument `config` as Lightning hands it to DeepSpeed, its own top keys, and why it cannot be read, if so."""
-    config = arguments["config"]
-    document, fault = (dict(config), "") if isinstance(config, Mapping) else load_named(config, context)
-    own = set(document)
-    if not fault:
-        _complete(document, {name: row.default for name, row in DEEPSPEED_STRATEGY.items()} | dict(arguments), trainer)
-    return document, own, fault

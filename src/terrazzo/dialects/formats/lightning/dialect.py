@@ -6,13 +6,12 @@ with `init_args`; a class path is compared with the known ones, never imported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
 from terrazzo.dialects.core.keys import meaning_of
 from terrazzo.dialects.formats.lightning.findings import findings
 from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, KEYS, TRAINER, canonical_key
 from terrazzo.dialects.formats.lightning.read import read
+from terrazzo.dialects.formats.lightning.trainer_arguments import place_of_arguments
 from terrazzo.dialects.formats.lightning.write import write
 
 __all__ = ["DIALECT"]
@@ -22,10 +21,9 @@ _TELLING = ("accumulate_grad_batches", "gradient_clip_val", "strategy", "num_nod
 
 def recognises(document: ConfigDocument) -> bool:
     """Whether it has Trainer arguments, at the top or below `trainer`."""
-    below = document.get("trainer")
-    arguments = below if isinstance(below, Mapping) else document
+    prefix, arguments = place_of_arguments(document)
     known = [key for key in arguments if key in TRAINER or key in ("seed_everything", "model", "data")]
-    telling = any(key in arguments for key in (*_TELLING, *(("precision",) if below is arguments else ())))
+    telling = any(key in arguments for key in (*_TELLING, *(("precision",) if prefix else ())))
     return bool(known) and telling and 2 * len(known) > len(arguments) and "fsdp" not in document
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +37,6 @@ __all__ = [
     "WATCHERS",
     "canonical_key",
     "rows_for",
-    "strategy_of",
 ]
 
 _PRECISION = choice(WORDS, fold=False)
@@ -60,6 +58,12 @@ def _devices(value: Any) -> Any:
     return integer(1).parse(value)
 
 
+def _steps(value: Any) -> Any:
+    """Steps of a run; None of -1, where its length is another key's."""
+    return None if value in (-1, "-1") else integer(1).parse(value)
+
+
+_STEPS = Type("a whole number from 1, or -1", _steps)
 _DEVICES = Type("a number of devices, a list of them, -1 or auto", _devices)
 _READ: Rows = {
     "strategy": Key(ANY, "auto", "how the model is spread over ranks"),
@@ -71,7 +75,7 @@ _READ: Rows = {
     "accumulate_grad_batches": Key(integer(1), 1, "micro-batches per optimizer step"),
     "gradient_clip_val": Key(number(), None, "largest gradient norm, or value"),
     "gradient_clip_algorithm": Key(_CLIPPED, None, "norm or value"),
-    "max_steps": Key(integer(1), -1, "optimizer steps of the run; -1: by max_epochs"),
+    "max_steps": Key(_STEPS, -1, "optimizer steps of the run; -1: by max_epochs"),
     "default_root_dir": Key(TEXT, None, "folder of logs and checkpoints"),
 }
 _OTHER: Rows = {
@@ -242,7 +246,6 @@ ARGUMENTS = {
 }
 """Arguments by the strategy's class. What FSDPStrategy has none for goes on to FullyShardedDataParallel."""
 DDP_CLASSES = ("DDPStrategy", "SingleDeviceStrategy")
-_PACKAGES = ("lightning", "pytorch_lightning")
 
 _NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
 _OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
@@ -264,16 +267,6 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepspeed_stage_3_offload_nvme": ("DeepSpeedStrategy", {"stage": 3, **_OFFLOAD, **_NVME}),
 }
 """Class and arguments by the name that `strategy` takes."""
-
-
-def strategy_of(raw: Any) -> tuple[str, dict[str, Any]]:
-    """Class and arguments of a strategy by its name or its `class_path`; no class for one that is not known here."""
-    if not isinstance(raw, Mapping):
-        return NAMED.get(str(raw).lower() if raw is not None else "auto", ("", {}))
-    package, _, kind = str(raw.get("class_path", "")).rpartition(".")
-    known = kind in ARGUMENTS and (not package or package.partition(".")[0] in _PACKAGES)
-    given = [part for part in (raw.get("init_args"), raw.get("dict_kwargs")) if isinstance(part, Mapping)]
-    return kind if known else "", {name: value for part in given for name, value in part.items()}
 
 
 def canonical_key(key: str) -> str:
@@ -305,9 +298,8 @@ KEYS: dict[str, Key] = {
 """By dotted key: the Trainer's arguments stand at the top, or below `trainer` as LightningCLI writes them."""
 
 
-def rows_for(kind: str, prefix: str) -> dict[str, Key]:
-    """`KEYS`, with the arguments of a strategy's class in place of any; `prefix`: where the Trainer's stand."""
-    where = f"{prefix}strategy.init_args"
+def rows_for(kind: str, where: str) -> dict[str, Key]:
+    """`KEYS`, with the arguments of a strategy's class in place of any; `where`: the key of its arguments."""
     if kind not in ARGUMENTS:
         return KEYS
     return {key: row for key, row in KEYS.items() if not key.startswith(where)} | section(where, ARGUMENTS[kind])

@@ -8,15 +8,16 @@ does not divide it, needs a second one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.keys import ANY, BOOLEAN, MISSING, Type, choice, integer
+from terrazzo.dialects.core.keys import ANY, BOOLEAN, MISSING, TEXT, Type, choice, integer
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.lightning.keys import WATCHERS
+from terrazzo.dialects.formats.lightning.trainer_arguments import TrainerArguments
 from terrazzo.messages import did_you_mean
 
 __all__ = ["read_callbacks", "steps_left_out", "write_saving"]
@@ -25,15 +26,16 @@ _CLASS = "lightning.pytorch.callbacks.ModelCheckpoint"
 _EVERY = "every_n_train_steps"
 _TRIGGERS = (_EVERY, "every_n_epochs", "train_time_interval")
 _BY_STEP = {"monitor": "step", "mode": "max"}
-_OTHERS = ("dirpath", "filename", "monitor", "save_last", "auto_insert_metric_name", "train_time_interval")
 _ARGUMENTS: dict[str, Type] = {
     _EVERY: integer(),
     "every_n_epochs": integer(),
     "save_top_k": integer(-1),
     "mode": choice({"min": "min", "max": "max"}, fold=False),
+    "save_last": choice({True: True, False: False, "link": "link"}),
+    **dict.fromkeys(("dirpath", "filename", "monitor"), TEXT),
     **dict.fromkeys(("save_weights_only", "save_on_exception", "save_on_train_epoch_end"), BOOLEAN),
-    **dict.fromkeys(("verbose", "enable_version_counter"), BOOLEAN),
-    **dict.fromkeys(_OTHERS, ANY),
+    **dict.fromkeys(("verbose", "enable_version_counter", "auto_insert_metric_name"), BOOLEAN),
+    "train_time_interval": ANY,
 }
 """What ModelCheckpoint takes."""
 _NOT_STEPS = "ModelCheckpoint saves at ends of epochs, or by the clock, where it has no every_n_train_steps: say that"
@@ -42,26 +44,59 @@ _NOT_STEPS = "ModelCheckpoint saves at ends of epochs, or by the clock, where it
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_callbacks(reader: Reader, prefix: str) -> SettingsByPath:
-    """When is saved, by the switch and ModelCheckpoint; a verdict on all callbacks, which are one key."""
-    switch, key = f"{prefix}enable_checkpointing", f"{prefix}callbacks"
-    listed = reader.raw(key)
-    savers = _arguments_of_savers(listed)
-    settings: SettingsByPath = {}
-    names = {_name(each) for each in _each(listed)}
-    losses = [] if names <= WATCHERS or listed is None else [reader.keys[key].why]
-    if reader.keys[switch].type.parse(reader.raw(switch)) is False:
-        settings["saving.when"] = replace(reader.take(switch), value="never")
-        if savers:
-            reader.refuse(key, "Lightning raises on ModelCheckpoint beside enable_checkpointing: false: drop one")
-    elif faults := [fault for saver in savers if (fault := _fault(saver))]:
-        reader.refuse(key, faults[0])
-    elif savers:
-        settings, lost = _savers(key, savers, _last_step(reader.raw(f"{prefix}max_steps")))
-        losses += lost
-    if listed is not None:
-        reader.keep(key, "; ".join(losses) or "they watch the run", loss="lossy" if losses else "harmless")
-    return settings
+@dataclass(frozen=True)
+class _ModelCheckpoint:
+    """One ModelCheckpoint's arguments, checked.
+
+    Attributes:
+        values: by name, without those that are null.
+        fault: why Lightning raises on them; empty where it takes them, and only then `values` is all of them.
+    """
+
+    values: Mapping[str, Any]
+    fault: str = ""
+
+    @property
+    def every(self) -> int:
+        """Steps between checkpoints; 0: it saves at no steps."""
+        return int(self.values.get(_EVERY, 0))
+
+    @property
+    def top(self) -> int:
+        """How many are kept; -1: all."""
+        return int(self.values.get("save_top_k", 1))
+
+
+def _model_checkpoints(listed: Any) -> list[_ModelCheckpoint]:
+    """Every ModelCheckpoint among `callbacks`."""
+    savers = [each for each in _each(listed) if _name(each) == "ModelCheckpoint"]
+    return [_checked(each.get("init_args") if isinstance(each, Mapping) else None) for each in savers]
+
+
+def _checked(arguments: Any) -> _ModelCheckpoint:
+    if arguments is not None and not isinstance(arguments, Mapping):
+        return _ModelCheckpoint({}, f"init_args of ModelCheckpoint is {found(arguments)}, expected its arguments")
+    values: dict[str, Any] = {}
+    for name, raw in (arguments or {}).items():
+        if name not in _ARGUMENTS:
+            near = did_you_mean(name, _ARGUMENTS)
+            return _ModelCheckpoint({}, f"ModelCheckpoint has no argument {name} and raises a TypeError.{near}")
+        if raw is not None and (value := _ARGUMENTS[name].parse(raw)) is MISSING:
+            return _ModelCheckpoint({}, f"{name} is {found(raw)}, expected {_ARGUMENTS[name].expected}")
+        if raw is not None:
+            values[name] = value
+    saver = _ModelCheckpoint(values)
+    return replace(saver, fault=_fault(saver))
+
+
+def _fault(saver: _ModelCheckpoint) -> str:
+    """Why Lightning raises on arguments together; empty where it takes them."""
+    if len(triggers := [name for name in _TRIGGERS if saver.values.get(name)]) > 1:
+        return f"ModelCheckpoint raises on {' beside '.join(triggers)}: say one"
+    if "monitor" not in saver.values and saver.top not in (-1, 0, 1):
+        by = "say by which, as in monitor: step, mode: max, which are the last"
+        return f"ModelCheckpoint raises on save_top_k {saver.top} without monitor: {by}"
+    return ""
 
 
 def _each(listed: Any) -> list[Any]:
@@ -73,76 +108,72 @@ def _name(callback: Any) -> str:
     return str(path).rpartition(".")[2]
 
 
-def _arguments_of_savers(listed: Any) -> list[Mapping[str, Any]]:
-    """The arguments of every ModelCheckpoint among `callbacks`."""
-    savers = [each for each in _each(listed) if _name(each) == "ModelCheckpoint"]
-    return [(each.get("init_args") or {}) if isinstance(each, Mapping) else {} for each in savers]
+def read_callbacks(reader: Reader, trainer: TrainerArguments) -> SettingsByPath:
+    """When is saved, by the switch and ModelCheckpoint; a verdict on all callbacks, which are one key."""
+    switch, key = f"{trainer.prefix}enable_checkpointing", f"{trainer.prefix}callbacks"
+    listed = reader.raw(key)
+    savers = _model_checkpoints(listed)
+    settings: SettingsByPath = {}
+    names = {_name(each) for each in _each(listed)}
+    losses = [] if names <= WATCHERS or listed is None else [reader.keys[key].why]
+    if reader.keys[switch].type.parse(reader.raw(switch)) is False:
+        settings["saving.when"] = replace(reader.take(switch), value="never")
+        if savers:
+            reader.refuse(key, "Lightning raises on ModelCheckpoint beside enable_checkpointing: false: drop one")
+    elif faults := [saver.fault for saver in savers if saver.fault]:
+        reader.refuse(key, faults[0])
+    elif savers:
+        settings, lost = _saving(key, savers, trainer.max_steps)
+        losses += lost
+    if listed is not None:
+        reader.keep(key, "; ".join(losses) or "they watch the run", loss="lossy" if losses else "harmless")
+    return settings
 
 
-def _last_step(raw: Any) -> int | None:
-    """The step that `max_steps` ends a run at; None where that is not what ends it."""
-    steps = integer(1).parse(raw)
-    return None if steps is MISSING else steps
-
-
-def _fault(arguments: Mapping[str, Any]) -> str:
-    """Why Lightning raises on a ModelCheckpoint; empty where it takes it."""
-    for name, value in arguments.items():
-        if name not in _ARGUMENTS:
-            return f"ModelCheckpoint has no argument {name} and raises a TypeError.{did_you_mean(name, _ARGUMENTS)}"
-        if value is not None and _ARGUMENTS[name].parse(value) is MISSING:
-            return f"{name} is {found(value)}, expected {_ARGUMENTS[name].expected}"
-    if len(triggers := [name for name in _TRIGGERS if arguments.get(name)]) > 1:
-        return f"ModelCheckpoint raises on {' beside '.join(triggers)}: say one"
-    if arguments.get("monitor") is None and _top(arguments) not in (-1, 0, 1):
-        by = "say by which, as in monitor: step, mode: max, which are the last"
-        return f"ModelCheckpoint raises on save_top_k {_top(arguments)} without monitor: {by}"
-    return ""
-
-
-def _top(arguments: Mapping[str, Any]) -> int:
-    top: int = integer(-1).parse(1 if (raw := arguments.get("save_top_k")) is None else raw)
-    return top
-
-
-def _savers(key: str, savers: list[Mapping[str, Any]], total: int | None) -> tuple[SettingsByPath, list[str]]:
+def _saving(key: str, savers: list[_ModelCheckpoint], total: int | None) -> tuple[SettingsByPath, list[str]]:
     """What all ModelCheckpoints say, and what is lost of it: one, or one beside another that saves the run's end."""
     if len(savers) > 1:
-        others = [each for each in savers if total is None or each.get(_EVERY) != total]
-        at_end = [each for each in savers if each not in others and not each.get("save_weights_only")]
-        if (len(others), len(at_end)) != (1, 1) or others[0].get("dirpath") != at_end[0].get("dirpath"):
+        others = [each for each in savers if total is None or each.every != total]
+        at_end = [each for each in savers if each not in others and not each.values.get("save_weights_only")]
+        folders = {each.values.get("dirpath") for each in savers}
+        if (len(others), len(at_end), len(folders)) != (1, 1, 1):
             return {}, ["several ModelCheckpoints save by rules of their own: keep one"]
         savers = others
-    return _saver(key, savers[0], total)
+    return _saving_by(key, savers[0], total)
 
 
-def _saver(key: str, arguments: Mapping[str, Any], total: int | None) -> tuple[SettingsByPath, list[str]]:
-    every, top, by = integer().parse(arguments.get(_EVERY) or 0), _top(arguments), arguments.get("monitor")
-    triggers = [arguments[name] for name in _TRIGGERS if arguments.get(name) is not None]  # with none, ends of epochs
+def _saving_by(key: str, saver: _ModelCheckpoint, total: int | None) -> tuple[SettingsByPath, list[str]]:
+    values, top, by = saver.values, saver.top, saver.values.get("monitor")
+    triggers = [values[name] for name in _TRIGGERS if name in values]  # with none, ends of epochs
     off = bool(triggers) and not any(triggers)
-    if top == 0 or off or (total is not None and every > total):
+    if top == 0 or off or (total is not None and saver.every > total):
         return {"saving.when": Setting("never", "file", key)}, []
-    settings, lost = {}, []
-    if every:
-        settings = {"saving.when": Setting("steps", "file", key), "saving.every": Setting(every, "file", key)}
+    settings: SettingsByPath = {}
+    lost: list[str] = []
+    if saver.every:
+        settings = {"saving.when": Setting("steps", "file", key), "saving.every": Setting(saver.every, "file", key)}
     else:
         lost.append(_NOT_STEPS)
-    if top == -1 or by is None or {"monitor": by, "mode": arguments.get("mode")} == _BY_STEP:
+    if top == -1 or by is None or {"monitor": by, "mode": values.get("mode")} == _BY_STEP:
         settings["saving.keep_last"] = Setting(None if top == -1 else top, "file", key)
     else:
         lost.append(f"it keeps the best {top} by {by}, and not the last")
-    if arguments.get("save_weights_only"):
+    if values.get("save_weights_only"):
         lost.append("it saves weights alone, from which nothing resumes")
-    if arguments.get("dirpath") is not None:
-        settings["saving.folder"] = Setting(str(arguments["dirpath"]), "file", key)
+    if "dirpath" in values:
+        settings["saving.folder"] = Setting(values["dirpath"], "file", key)
     return settings, lost
 
 
-def steps_left_out(trainer: Mapping[str, Any]) -> str:
-    """Which steps of a run no checkpoint has, behind the last that one is saved at; empty where there are none."""
-    total = _last_step(trainer.get("max_steps"))
-    intervals = [integer(1).parse(each.get(_EVERY)) for each in _arguments_of_savers(trainer.get("callbacks"))]
-    if total is None or not intervals or MISSING in intervals or not (left := min(total % each for each in intervals)):
+def steps_left_out(listed: Any, total: int | None) -> str:
+    """Which steps of a run no checkpoint has, behind the last that one is saved at; empty where there are none.
+
+    Args:
+        listed: the `callbacks`.
+        total: the run's length.
+    """
+    intervals = [saver.every for saver in _model_checkpoints(listed)]
+    if total is None or not intervals or 0 in intervals or not (left := min(total % each for each in intervals)):
         return ""
     edit = f"add a second ModelCheckpoint, with {_EVERY}: {total}"
     if left == total:

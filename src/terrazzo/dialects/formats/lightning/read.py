@@ -10,10 +10,16 @@ from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.core.wording import found
-from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, NAMED, TRAINER, canonical_key, rows_for, strategy_of
+from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, NAMED, TRAINER, canonical_key, rows_for
 from terrazzo.dialects.formats.lightning.precision import POLICY, precision_row
-from terrazzo.dialects.formats.lightning.read_loop import arguments_of, read_loop
-from terrazzo.dialects.formats.lightning.read_strategy import Strategy, read_strategy
+from terrazzo.dialects.formats.lightning.read_loop import read_loop
+from terrazzo.dialects.formats.lightning.read_strategy import read_strategy
+from terrazzo.dialects.formats.lightning.trainer_arguments import (
+    Strategy,
+    place_of_arguments,
+    strategy_in,
+    trainer_arguments,
+)
 from terrazzo.dialects.formats.shared.plan_rows import in_one_group
 from terrazzo.messages import did_you_mean
 
@@ -28,14 +34,14 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
 class _LightningReader(Reader):
     """A reader that knows what the strategy's class takes."""
 
-    def __init__(self, document: ConfigDocument, opaque: Collection[str], kind: str, prefix: str) -> None:
-        super().__init__(document, "Lightning", opaque, rows_for(kind, prefix), canonical_key)
-        self._kind, self._arguments = kind, f"{prefix}strategy.init_args."
+    def __init__(self, document: ConfigDocument, opaque: Collection[str], strategy: Strategy) -> None:
+        super().__init__(document, "Lightning", opaque, rows_for(strategy.kind, strategy.section), canonical_key)
+        self._kind, self._arguments = strategy.kind, f"{strategy.section}."
 
     def stranger(self, key: str, known: list[str], unknown: str, gone: Mapping[str, str]) -> str:
         """As of others, but for arguments of the strategy, of which its class is named."""
         name = self.canonical(key)
-        if not name.startswith(self._arguments):
+        if not self._kind or not name.startswith(self._arguments):
             return super().stranger(key, known, unknown, gone)
         near = did_you_mean(name.removeprefix(self._arguments), ARGUMENTS[self._kind])
         return f"{self._kind} has no such argument and raises a TypeError.{near}"
@@ -45,31 +51,31 @@ class _Read:
     """One document under way."""
 
     def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
-        self.trainer = arguments_of(document)
-        self.prefix = "" if self.trainer is document else "trainer."
-        arguments = tuple(f"strategy.init_args.{name}" for name in ("auto_wrap_policy", "device_mesh"))
-        opaque = tuple(f"{self.prefix}{name}" for name in (*arguments, "callbacks"))
-        kind, _ = strategy_of(self.trainer.get("strategy", "auto"))
-        self.reader = _LightningReader(document, opaque, kind, self.prefix)
-        self.context = context
+        self.prefix, arguments = place_of_arguments(document)
+        strategy = strategy_in(arguments, self.prefix)
+        opaque = (
+            *(f"{strategy.section}.{name}" for name in ("auto_wrap_policy", "device_mesh")),
+            self._key("callbacks"),
+        )
+        self.reader, self.context = _LightningReader(document, opaque, strategy), context
+        self.reader.keep_nulls()
+        self.trainer = trainer_arguments(document, lambda key: self.reader.take(key).value)
+
+    def _key(self, argument: str) -> str:
+        return f"{self.prefix}{argument}"
 
     def reading(self) -> Reading:
-        reader = self.reader
-        reader.keep_nulls()
-        word = self._precision()
-        strategy = self._strategy()
-        sizes = {name: reader.take(f"{self.prefix}{name}").value for name in ("devices", "num_nodes")}
-        arguments = {**self.trainer, **sizes, "precision": word.value}
-        strategy_reading = read_strategy(strategy, reader, self.context, arguments)
-        settings = _by_nodes(
-            {**read_loop(reader, self.prefix), **strategy_reading.settings},
-            reader.take(f"{self.prefix}num_nodes").value,
-        )
+        reader, strategy = self.reader, self.trainer.strategy
+        self._name_strategy()
+        strategy_reading = read_strategy(self.trainer, reader, self.context)
+        settings = {**read_loop(reader, self.trainer), **strategy_reading.settings}
+        settings = _by_nodes(settings, self.trainer.num_nodes)
         if strategy.kind == "SingleDeviceStrategy":
             settings["mesh.world"] = self._alone(settings.get("mesh.world"))
             settings.pop("mesh.nodes", None)
+        word = self._precision()
         if strategy.kind != "DeepSpeedStrategy":
-            settings |= self._dtypes(strategy, word, strategy_reading.settings, settings["batch.accumulation"])
+            settings |= self._dtypes(word, strategy_reading.settings, settings["batch.accumulation"])
         for verdict in strategy_reading.verdicts:
             reader.mark(verdict.key, verdict.kind, verdict.why, verdict.target)
         reader.extras += [replace(extra, key=reader.spelled(extra.key)) for extra in strategy_reading.extras]
@@ -79,58 +85,45 @@ class _Read:
 
     def _prefixed(self, setting: Setting[Any]) -> Setting[Any]:
         """Keys that name a Trainer argument without its section."""
-        keys = [f"{self.prefix}{key}" if key in TRAINER else key for key in setting.keys]
+        keys = [self._key(key) if key in TRAINER else key for key in setting.keys]
         present = [key for key in keys if key in self.reader]
         return Setting(setting.value, setting.origin if present or not keys else "default", ", ".join(present))
 
     def _precision(self) -> Setting[Any]:
-        key = f"{self.prefix}precision"
-        word = self.reader.take(key)
+        word = self.reader.take(key := self._key("precision"))
         if str(self.reader.raw(key)).startswith("transformer-engine"):
             why = "transformer_engine computes in fp8: choose bf16"
             self.reader.keep(key, why, loss="refused")
             self.reader.refuse(key, why)
-        return word if word.value is not None else replace(word, value="32-true")
+        return replace(word, value=self.trainer.precision)
 
     def _dtypes(
-        self,
-        strategy: Strategy,
-        word: Setting[Any],
-        strategy_settings: Mapping[str, Setting[Any]],
-        micro_batches: Setting[Any],
+        self, word: Setting[Any], strategy_settings: Mapping[str, Setting[Any]], micro_batches: Setting[Any]
     ) -> SettingsByPath:
         """What the word says, and FSDPStrategy's own `mixed_precision` in its place."""
-        policy = None
+        policy, strategy = None, self.trainer.strategy
         if strategy.kind == "FSDPStrategy" and strategy.arguments.get("mixed_precision") is not None:
             told = {state: strategy_settings[f"precision.{state}"] for state in POLICY}
             policy = {state: setting for state, setting in told.items() if setting.origin == "file"}
         row, gathered = precision_row(strategy.kind, word, micro_batches, self.context, policy)
         if gathered != row["precision.compute"].value and word.value.endswith("-mixed"):
             why = f"weights are gathered in {gathered}, and autocast computes in {row['precision.compute'].value}"
-            self.reader.mark(f"{self.prefix}precision", "lossy", why)
+            self.reader.mark(self._key("precision"), "lossy", why)
         return row
 
-    def _strategy(self) -> Strategy:
-        """The class of the strategy with its arguments; what is not known is refused."""
-        raw = self.trainer.get("strategy", "auto")
-        kind, arguments = strategy_of(raw)
-        known: Collection[str]
-        if not isinstance(raw, Mapping):
-            where, known, named = f"{self.prefix}strategy", NAMED, raw
-            strategy = Strategy(kind, arguments, frozenset(), where, where if where in self.reader.flat else "")
-        else:
-            where, known, named = f"{self.prefix}strategy.class_path", ARGUMENTS, raw.get("class_path", "")
-            strategy = Strategy(kind, arguments, frozenset(map(str, arguments)), f"{self.prefix}strategy", where)
-        self.reader.take_raw(where)
-        for bare in (f"{strategy.where}.init_args", f"{strategy.where}.dict_kwargs"):
-            if not self.reader.flat.get(bare, "none"):
-                self.reader.keep(bare, "it says nothing", loss="harmless")
-        if not kind:
-            self.reader.keep(where, "a strategy that is not known here", loss="refused")
-            last = str(named).rpartition(".")[2]
-            near = did_you_mean(last.lower() if known is NAMED else last, known)
-            self.reader.refuse(where, f"{found(named)} is none of the strategies that are read here.{near}")
-        return strategy
+    def _name_strategy(self) -> None:
+        """The verdict on what names the strategy: what is not known is refused."""
+        reader, strategy = self.reader, self.trainer.strategy
+        where = strategy.name or strategy.where
+        reader.take_raw(where)
+        for bare in (strategy.section, f"{strategy.where}.dict_kwargs"):
+            if not reader.flat.get(bare, "none"):
+                reader.keep(bare, "it says nothing", loss="harmless")
+        if not strategy.kind:
+            reader.keep(where, "a strategy that is not known here", loss="refused")
+            last = str(strategy.word).rpartition(".")[2]
+            near = did_you_mean(last, ARGUMENTS) if strategy.by_class else did_you_mean(last.lower(), NAMED)
+            reader.refuse(where, f"{found(strategy.word)} is none of the strategies that are read here.{near}")
 
     def _alone(self, world: Setting[Any] | None) -> Setting[Any]:
         """One rank, whatever `devices` and `num_nodes` say."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,19 +12,20 @@ from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.keys import number
 from terrazzo.dialects.core.reader import Reader, derived, only_from_file
 from terrazzo.dialects.formats.lightning.model_checkpoint import read_callbacks
+from terrazzo.dialects.formats.lightning.trainer_arguments import TrainerArguments
 from terrazzo.dialects.formats.shared.class_defaults import class_defaults
 from terrazzo.messages import did_you_mean
 
-__all__ = ["arguments_of", "read_loop"]
+__all__ = ["read_loop"]
 
 
-def read_loop(reader: Reader, prefix: str) -> SettingsByPath:
+def read_loop(reader: Reader, trainer: TrainerArguments) -> SettingsByPath:
     """Accumulation, clipping, length, seed, ranks, optimizer."""
-    steps, total = f"{prefix}max_steps", Setting(None, "default")
-    if reader.raw(steps, -1) == -1:
+    prefix = trainer.prefix
+    steps = f"{prefix}max_steps"
+    total = reader.take(steps)
+    if total.value is None and total.origin == "file":
         reader.keep(steps, "the run is as long as max_epochs says", loss="harmless")
-    else:
-        total = reader.take(steps)
     if reader.raw(epochs := f"{prefix}max_epochs") == -1:
         reader.keep(epochs, "max_steps decides" if total.value else "the run has no end", loss="harmless")
     seed = reader.raw("seed_everything")
@@ -33,10 +34,10 @@ def read_loop(reader: Reader, prefix: str) -> SettingsByPath:
     return {
         "batch.accumulation": reader.take(f"{prefix}accumulate_grad_batches"),
         "training.clip": _clip(reader, prefix),
-        **only_from_file({"schedule.total_steps": total}),
+        **(only_from_file({"schedule.total_steps": total}) if total.value else {}),
         **(only_from_file({"training.seed": reader.take("seed_everything")}) if not isinstance(seed, bool) else {}),
         **only_from_file({"saving.folder": reader.take(f"{prefix}default_root_dir")}),
-        **read_callbacks(reader, prefix),
+        **read_callbacks(reader, trainer),
         **_ranks(reader, prefix),
         **_optimizer(reader),
     }
@@ -111,9 +112,3 @@ def _unknown_to(reader: Reader, name: str, key: str) -> bool:
             key, f"torch.optim.{name} has no such argument and raises a TypeError.{did_you_mean(argument, arguments)}"
         )
     return argument not in arguments
-
-
-def arguments_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The Trainer's arguments, wherever they stand."""
-    below = document.get("trainer")
-    return below if isinstance(below, Mapping) else document

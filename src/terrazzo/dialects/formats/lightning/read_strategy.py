@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,40 +10,16 @@ from terrazzo.dialects.core.description import SHARDING_PATHS, Extra, Setting, S
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.formats.lightning.deepspeed_document import FP16, configured, strategy_document
+from terrazzo.dialects.formats.lightning.deepspeed_document import FP16, DeepSpeedDocument, strategy_document
 from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, DDP_CLASSES, DEEPSPEED_STRATEGY, SHARED
+from terrazzo.dialects.formats.lightning.trainer_arguments import Strategy, TrainerArguments
 from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, merge, read_nested
 from terrazzo.dialects.formats.shared.fsdp_words import offload
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
-__all__ = ["Strategy", "StrategyReading", "read_strategy"]
+__all__ = ["StrategyReading", "read_strategy"]
 
 _ASIDE = ("remote_device", "load_full_weights", "exclude_frozen_parameters", "logging_level")
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """What the `strategy` argument says.
-
-    Attributes:
-        kind: name of the class.
-        arguments: all of them, with those that its name stands for.
-        in_document: the document's own, under their keys.
-        where: the key of the strategy.
-        name: the key that names its class.
-    """
-
-    kind: str
-    arguments: Mapping[str, Any]
-    in_document: frozenset[str]
-    where: str
-    name: str
-
-    def key(self, argument: str) -> str:
-        """The document's key behind an argument; empty where it is a default."""
-        if argument in self.in_document:
-            return f"{self.where}.init_args.{argument}"
-        return self.name if argument in self.arguments else ""
 
 
 @dataclass
@@ -55,19 +31,18 @@ class StrategyReading:
     extras: list[Extra]
 
 
-def read_strategy(
-    strategy: Strategy, reader: Reader, context: ReadingContext, trainer: Mapping[str, Any]
-) -> StrategyReading:
+def read_strategy(trainer: TrainerArguments, reader: Reader, context: ReadingContext) -> StrategyReading:
     """Everything that a strategy decides."""
+    strategy = trainer.strategy
     if strategy.kind == "FSDPStrategy":
         return _fsdp(strategy, reader, context)
     if strategy.kind == "DeepSpeedStrategy":
-        return _deepspeed(strategy, context, trainer)
+        return _deepspeed(trainer, context)
     if strategy.kind == "ModelParallelStrategy":
-        return _model_parallel(strategy, reader, trainer)
+        return _model_parallel(trainer, reader)
     if strategy.kind in DDP_CLASSES:
         return _ddp(strategy)
-    reader.keep(f"{strategy.where}.init_args", "arguments of a strategy that is not known here", loss="refused")
+    reader.keep(strategy.section, "arguments of a strategy that is not known here", loss="refused")
     return StrategyReading({}, [], [])
 
 
@@ -87,7 +62,7 @@ def _ddp(strategy: Strategy) -> StrategyReading:
 
 def _fsdp(strategy: Strategy, reader: Reader, context: ReadingContext) -> StrategyReading:
     inner = passed_on(strategy.arguments)
-    section = f"{strategy.where}.init_args"
+    section = strategy.section
     nested = read_nested(FSDP_STRATEGY, inner, context, section)
     settings = {path: _at_strategy(setting, strategy, section) for path, setting in nested.settings.items()}
     if "sharding_strategy" not in strategy.arguments:  # the name of the strategy asks for full sharding
@@ -138,9 +113,9 @@ def _recomputed(reader: Reader, section: str) -> SettingsByPath:
 # -- FSDP2 and tensor parallelism ----------------------------------------------------------------------------------
 
 
-def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, Any]) -> StrategyReading:
-    section = f"{strategy.where}.init_args"
-    sizes = {"data_parallel_size": trainer["num_nodes"], "tensor_parallel_size": trainer["devices"]}
+def _model_parallel(trainer: TrainerArguments, reader: Reader) -> StrategyReading:
+    section = trainer.strategy.section
+    sizes = {"data_parallel_size": trainer.num_nodes, "tensor_parallel_size": trainer.devices}
     settings: SettingsByPath = {}
     for (name, known), axis in zip(sizes.items(), ("dp_shard", "tp"), strict=True):
         key = f"{section}.{name}"
@@ -159,33 +134,44 @@ def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, An
 # -- DeepSpeed -----------------------------------------------------------------------------------------------------
 
 
-def _deepspeed(strategy: Strategy, context: ReadingContext, trainer: Mapping[str, Any]) -> StrategyReading:
-    section = f"{strategy.where}.init_args"
-    config = strategy.arguments.get("config")
-    if config is not None:
-        return _configured(strategy, config, context, trainer)
-    document, source = strategy_document(strategy.arguments, trainer)
-    nested = read_nested(DEEPSPEED, document, context, "inner")
+def _deepspeed(trainer: TrainerArguments, context: ReadingContext) -> StrategyReading:
+    if trainer.strategy.arguments.get("config") is not None:
+        return _configured(trainer, context)
+    handed = strategy_document(trainer, context)
+    nested = read_nested(DEEPSPEED, handed.document, context, "inner")
+    settings = {
+        path: _by_lightning(setting, trainer.strategy, handed, "inner.")
+        for path, setting in _without_loop(nested.settings, handed).items()
+    }
+    verdicts = _of_arguments(nested.verdicts, trainer.strategy, handed, "inner.") + _unused(trainer, handed)
+    return StrategyReading(settings, merge(verdicts), [])
 
-    def arguments(setting: Setting[Any]) -> list[str]:
-        keys: list[str] = []
-        for key in (key.removeprefix("inner.") for key in setting.keys):
-            keys += [strategy.key(name) for name in source.get(key, ())] or [_TRAINER_KEYS.get(key, "")]
-        return keys
 
-    settings = {}
-    for path, setting in _without_loop(nested.settings, set()).items():
-        keys = [key for key in dict.fromkeys(arguments(setting)) if key]
-        origin = setting.origin if keys else "default"
-        settings[path] = replace(setting, origin=origin, key=", ".join(keys))
-    used = {name for names in source.values() for name in names} | {"zero_optimization"}
-    verdicts = [
-        replace(verdict, key=f"{section}.{argument}", value=strategy.arguments[argument], target="")
-        for verdict in nested.verdicts
-        for argument in source.get(verdict.key.removeprefix("inner."), ())
+def _by_lightning(setting: Setting[Any], strategy: Strategy, handed: DeepSpeedDocument, inner: str) -> Setting[Any]:
+    """A setting under the keys by which Lightning wrote it; `inner`: what the document's own keys begin with."""
+    keys: list[str] = []
+    for key in setting.keys:
+        name = key.removeprefix(inner)
+        if name.partition(".")[0] in handed.own or name == key:
+            keys.append(key)
+        else:
+            keys += [strategy.key(argument) for argument in handed.source.get(name, ())] or [
+                _TRAINER_KEYS.get(name, "")
+            ]
+    told = dict.fromkeys(key for key in keys if key)
+    return replace(setting, origin=setting.origin if told else "default", key=", ".join(told))
+
+
+def _of_arguments(
+    verdicts: Iterable[KeyVerdict], strategy: Strategy, handed: DeepSpeedDocument, inner: str
+) -> list[KeyVerdict]:
+    """Verdicts on keys that Lightning writes, as those on the arguments behind them."""
+    return [
+        replace(verdict, key=f"{strategy.section}.{argument}", value=strategy.arguments[argument], target="")
+        for verdict in verdicts
+        for argument in handed.source.get(verdict.key.removeprefix(inner), ())
         if argument in strategy.in_document
     ]
-    return StrategyReading(settings, merge(verdicts + _unused(strategy, section, used, trainer)), [])
 
 
 _TRAINER_KEYS = {
@@ -197,73 +183,68 @@ _TRAINER_KEYS = {
 """Lightning's argument behind a key of the document; a prefix is added where the Trainer has a section of its own."""
 
 
-def _unused(strategy: Strategy, section: str, used: set[str], trainer: Mapping[str, Any]) -> list[KeyVerdict]:
+def _unused(trainer: TrainerArguments, handed: DeepSpeedDocument) -> list[KeyVerdict]:
     """Arguments that the document does not have: used with offload or fp16 alone, or by Lightning itself."""
-    verdicts = []
+    verdicts, strategy = [], trainer.strategy
     for name in strategy.in_document:
-        key, value = f"{section}.{name}", strategy.arguments[name]
+        key, value = f"{strategy.section}.{name}", strategy.arguments[name]
         if name in ("zero_optimization", "offload_optimizer", "offload_parameters"):
             verdicts.append(KeyVerdict(key, value, "applied"))
         elif name in (*_ASIDE, *SHARED):
             verdicts.append(
                 KeyVerdict(key, value, "applied", "", "Lightning's own: it does not change what is trained")
             )
-        elif name in FP16 and not trainer["precision"].startswith("16-"):
+        elif name in FP16 and not trainer.precision.startswith("16-"):
             verdicts.append(KeyVerdict(key, value, "refused", "", "it is read in fp16 only: remove it"))
-        elif name in DEEPSPEED_STRATEGY and name not in used:
+        elif name in DEEPSPEED_STRATEGY and name not in handed.used:
             on = strategy.arguments.get("zero_optimization", True)
             why = "it is read with offload only: turn that on" if on else "zero_optimization is off: turn that on"
             verdicts.append(KeyVerdict(key, value, "refused", "", f"{why}, or remove it"))
     return verdicts
 
 
-def _configured(
-    strategy: Strategy, config: Any, context: ReadingContext, trainer: Mapping[str, Any]
-) -> StrategyReading:
-    """A whole DeepSpeed configuration: Lightning ignores the other arguments then."""
-    where = f"{strategy.where}.init_args.config"
+def _configured(trainer: TrainerArguments, context: ReadingContext) -> StrategyReading:
+    """A whole DeepSpeed configuration: Lightning ignores the other arguments then, but for those of its own fp16."""
+    strategy, where = trainer.strategy, f"{trainer.strategy.section}.config"
+    config = strategy.arguments["config"]
     named = None if isinstance(config, Mapping) else config
-    document, own_sections, fault = configured(strategy.arguments, context, trainer)
-    if fault:
-        return StrategyReading({}, [KeyVerdict(where, config, "refused", "", fault)], [])
-    nested = read_nested(DEEPSPEED, document, replace(context, fills_auto=False), where, file=named)
-    added = {f"{where}.{name}" for name in set(document) - own_sections}
+    handed = strategy_document(trainer, context)
+    if handed.fault:
+        return StrategyReading({}, [KeyVerdict(where, config, "refused", "", handed.fault)], [])
+    nested = read_nested(DEEPSPEED, handed.document, replace(context, fills_auto=False), where, file=named)
+    added = {f"{where}.{name}" for name in set(handed.document) - handed.own}
     verdicts = [verdict for verdict in nested.verdicts if not _is_of(verdict.key, added)]
+    verdicts += merge(_of_arguments(nested.inner.verdicts, strategy, handed, ""))
     settings = {
-        path: _from_trainer(setting, where, added)
-        for path, setting in _without_loop(nested.settings, own_sections).items()
+        path: _by_lightning(setting, strategy, handed, f"{where}.")
+        for path, setting in _without_loop(nested.settings, handed).items()
     }
-    if "gradient_accumulation_steps" in own_sections:
+    if "gradient_accumulation_steps" in handed.own:
         key, value = (where, named) if named is not None else (f"{where}.gradient_accumulation_steps", 0)
         value = value or config["gradient_accumulation_steps"]
         verdicts = [verdict for verdict in verdicts if verdict.key != key]
         why = "Lightning raises on gradient_accumulation_steps: say accumulate_grad_batches in the Trainer"
         verdicts.append(KeyVerdict(key, value, "refused", "", why))
     extras = [] if named is not None else [extra for extra in nested.extras if not _is_of(extra.key, added)]
-    return StrategyReading(settings, verdicts + _ignored(strategy), extras)
+    return StrategyReading(settings, verdicts + _ignored(strategy, handed), extras)
 
 
-def _without_loop(settings: Mapping[str, Setting[Any]], own_sections: set[str]) -> SettingsByPath:
+def _without_loop(settings: Mapping[str, Setting[Any]], handed: DeepSpeedDocument) -> SettingsByPath:
     """The settings without what Lightning's Trainer decides: accumulation, and clipping if it is left open."""
-    trainers = {"batch.accumulation"} | (set() if "gradient_clipping" in own_sections else {"training.clip"})
+    trainers = {"batch.accumulation"} | (set() if "gradient_clipping" in handed.own else {"training.clip"})
     return {path: setting for path, setting in settings.items() if path not in trainers}
-
-
-def _from_trainer(setting: Setting[Any], where: str, added: set[str]) -> Setting[Any]:
-    """A setting under Lightning's own argument where Lightning wrote the key."""
-    keys = [_TRAINER_KEYS.get(key.removeprefix(f"{where}."), "") if _is_of(key, added) else key for key in setting.keys]
-    return replace(setting, key=", ".join(dict.fromkeys(key for key in keys if key)))
 
 
 def _is_of(key: str, sections: set[str]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
-def _ignored(strategy: Strategy) -> list[KeyVerdict]:
+def _ignored(strategy: Strategy, handed: DeepSpeedDocument) -> list[KeyVerdict]:
     """The other arguments beside a whole configuration."""
-    section = f"{strategy.where}.init_args"
     aside = strategy.in_document & {*_ASIDE, *SHARED}
-    verdicts = [KeyVerdict(f"{section}.{name}", strategy.arguments[name], "applied") for name in sorted(aside)]
+    verdicts = [KeyVerdict(f"{strategy.section}.{name}", strategy.arguments[name], "applied") for name in sorted(aside)]
     why = "config is given, and Lightning ignores it: say it there"
-    void = sorted(strategy.in_document - aside - {"config"})
-    return verdicts + [KeyVerdict(f"{section}.{name}", strategy.arguments[name], "refused", "", why) for name in void]
+    void = sorted(strategy.in_document - aside - handed.used - {"config"})
+    return verdicts + [
+        KeyVerdict(f"{strategy.section}.{name}", strategy.arguments[name], "refused", "", why) for name in void
+    ]
