@@ -36,6 +36,7 @@ MLA = {
     "qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "moe_intermediate_size": 64, "first_k_dense_replace": 0, "topk_group": 1,
 }  # fmt: skip
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dropped scores of one matrix": ("gpt2", OF_GPT2),
@@ -62,12 +63,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "a window as long as the sequence": ("mistral", USUAL | {"sliding_window": LENGTH}),
     "ReLU": ("opt", OLD | {"ffn_dim": INNER, "word_embed_proj_dim": WIDTH, "dropout": 0.0}),
     "layer norms in fp32": ("olmo", USUAL),
+    "latent attention in a fused kernel": ("deepseek_v3", USUAL | MLA | {"v_head_dim": 48}),
+    "experts": ("qwen3_moe", USUAL | ROUTED),
+    "experts that all tokens meet, weighted": ("qwen2_moe", USUAL | ROUTED | {"shared_expert_intermediate_size": 96}),
     "norms of queries and keys": ("qwen3", USUAL),
     "norms of queries and of one key head": ("qwen3", USUAL | {"num_key_value_heads": 1}),
     "norms of wide heads": ("qwen3", USUAL | {"head_dim": 64}),
     "norms of all heads together": ("olmo2", USUAL),
 }
-ROUGH = {"fp32 scores", "sinks", "narrow values"}
+ROUGH = {"fp32 scores"}
 BERT_DROPS = ("attention_probs_dropout_prob", "hidden_dropout_prob")
 
 LAYERS = {"xglm": "num_layers", "gpt2": "n_layer", "gptj": "n_layer", "bloom": "n_layer"}

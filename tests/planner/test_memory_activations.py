@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from terrazzo.planner.model.shapes import BlockShape, ModelShape
 from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.train.model.decoder import Block, DecoderConfig
+from terrazzo.train.model.experts import MixtureConfig
 from terrazzo.train.model.rotary import RotaryTable
 from tests.planner.subjects import gpt, llama
 
@@ -60,13 +61,16 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_decoder_saves_what_is_promised(dropout: float, dtype: torch.dtype) -> None:
-    config = DecoderConfig(1000, WIDTH, 1, HEADS, KV_HEADS, FFN, LENGTH, dropout=dropout)
+@pytest.mark.parametrize(("dropout", "experts"), [(0.0, None), (0.1, None), (0.0, MixtureConfig(8, 4, 32, 1))], ids=str)
+def test_the_decoder_saves_what_is_promised(dropout: float, experts: MixtureConfig | None, dtype: torch.dtype) -> None:
+    config = DecoderConfig(1000, WIDTH, 1, HEADS, KV_HEADS, FFN, LENGTH, dropout=dropout, experts=experts)
     module, (cos, sin) = Block(config).to(dtype), RotaryTable(LENGTH, config.head_dim, config.rope_theta)(LENGTH)
-    block = replace(LLAMA_BLOCK, torch_norm=True, dropout=dropout > 0)
+    routed = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    values = {name: each for name, each in asdict(config).items() if name not in ("experts", "positions")}
+    (unit,) = shape_of_config({"model_type": "terrazzo", **values, **(routed if experts else {})}, "decoder").repeated
+    assert unit.block is not None
     measured = saved_bytes(lambda x: module(x, cos, sin), module, dtype)
-    assert promised(block, dtype) == pytest.approx(measured, rel=0.05)
+    assert promised(unit.block, dtype) == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

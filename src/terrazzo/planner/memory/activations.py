@@ -32,15 +32,15 @@ FORMULAS = {
         "blocks x saved bytes of one block per micro-batch x micro-batches in flight. A block saves, in elements per "
         "token: inputs of both norms 2h and of the matrices behind them 2h, or h where attention and MLP share theirs "
         "(split by tp only under sequence parallelism), queries q, keys and values of the kv heads (where they are "
-        "normed, queries and keys before that too; eager, and from "
-        "one matrix: all of its result beside rotated queries and keys), the attention's output (eager, and where a "
-        "part of a head is rotated: twice), and of the MLP gate, up, silu(gate) and their product (eager), or gate, up"
-        " and product (compiled, or in Megatron-core), or input and output of the nonlinearity (not gated; three "
-        "tensors more of a tanh GELU in plain operators, as GPT-2's); dropout masks of one byte, on CPUs of an "
-        "element; of scores that attention keeps the softmax in fp32 and, cast or dropped, once more, beside the mask "
-        "of dropout; on CPUs masks of windows, [sequence, sequence] for all heads; fp32 copies where a "
-        "norm computes in fp32. Full checkpointing keeps the block's input alone, selective its input and the results "
-        "of matrix products and of attention; under math attention it recomputes the attention core alone; "
+        "normed, queries and keys before that too; eager, and from one matrix: all of its result beside rotated "
+        "queries and keys), the attention's output (eager, and where a part of a head is rotated: twice), of each "
+        "routed expert that a token meets its input and output, and of the MLP gate, up, silu(gate) and their product "
+        "(eager), or gate, up and product (compiled, or in Megatron-core), or input and output of the nonlinearity "
+        "(not gated; three tensors more of a tanh GELU in plain operators, as GPT-2's); dropout masks of one byte, on "
+        "CPUs of an element; of scores that attention keeps the softmax in fp32 and, cast or dropped, once more, "
+        "beside the mask of dropout; on CPUs masks of windows, [sequence, sequence] for all heads; fp32 copies where a "
+        "norm or a router computes in fp32. Full checkpointing keeps the block's input alone, selective its input and "
+        "the results of matrix products and of attention; under math attention it recomputes the attention core alone; "
         "selective_half keeps every second of the products",
         "arXiv 2205.05198, equations 1 to 6; torch.autograd.graph.saved_tensors_hooks",
     ),
@@ -119,12 +119,16 @@ def _everything(local: BlockSetting, block: BlockShape) -> float:
 
 
 def _between(local: BlockSetting, block: BlockShape) -> float:
-    """Bytes per token that tensor parallelism alone leaves whole: norms, inputs of the matrices, dropout masks."""
+    """Bytes per token that tensor parallelism alone leaves whole: norms, inputs of the matrices, dropout masks.
+
+    What queries, keys and values are compressed to (MLA) is normed and goes into matrices as the residual stream does.
+    """
     width = block.hidden
     inputs = (1 if block.parallel else 2) * width * local.itemsize  # what both share counts once
     mask = local.itemsize if local.cpu else 1
     masks = 2 * width * mask if block.dropout else 0
-    return block.norms * width * _norm(local, block) + inputs + masks + _routing(local, block)
+    latent = block.latent_norm_channels * (_norm(local, block) + local.itemsize)
+    return block.norms * width * _norm(local, block) + inputs + latent + masks + _routing(local, block)
 
 
 def _norm(local: BlockSetting, block: BlockShape) -> int:
@@ -164,14 +168,22 @@ def _inner(local: BlockSetting, block: BlockShape) -> int:
 
 
 def _routing(local: BlockSetting, block: BlockShape) -> float:
-    """Bytes per token of a mixture of experts: router logits and their softmax in fp32, inputs and outputs of experts.
+    """Bytes per token of a mixture of experts: scores in fp32, inputs and outputs of experts, and where they are.
 
-    Eager code keeps the weighted outputs too.
+    A router in fp32 keeps its input so, in place of the MLP's where no other part takes that; what shared experts give
+    is kept where it is weighted.
     """
     if not block.experts:
         return 0.0
-    copies = 2 if local.compiled else 3
-    return 2 * FP32_BYTES * block.experts + copies * block.active_experts * block.hidden * local.itemsize
+    width, item = block.hidden, local.itemsize
+    each = 2 * width * item + ROUTE_BYTES
+    cast = block.fp32_router and not local.fused and item < FP32_BYTES
+    router = width * (FP32_BYTES - (0 if block.shared_ffn else item)) if cast else 0
+    return FP32_BYTES * block.experts + block.active_experts * each + block.shared_gate * width * item + router
+
+
+ROUTE_BYTES = 40
+"""Bytes of a token's way to one expert: its number, the row's places there and back, and its weight twice."""
 
 
 def _input(local: BlockSetting, block: BlockShape) -> float:
@@ -183,7 +195,7 @@ def _products(local: BlockSetting, block: BlockShape) -> float:
     """Bytes of a block's input and of what its matrix products and attention give."""
     width, item = block.hidden, local.itemsize
     mlp = (2 if block.gated else 1) * _inner_width(block)
-    whole = 2 * width + (block.active_experts * width if block.experts else 0)
+    whole = 2 * width + block.latent + block.active_experts * width
     split = local.tokens * (attention_numel(local, block) + mlp / block.mlp_parts(local.tp)) * item
     return _input(local, block) + local.tokens * whole * item / (local.tp if local.sequence_parallel else 1) + split
 

@@ -25,10 +25,9 @@ def perhaps_kept(local: BlockSetting, block: BlockShape) -> float:
 
 
 def attention_numel(local: BlockSetting, block: BlockShape) -> float:
-    """Elements per token of a rank: queries and output, keys and values, and what they are compressed to."""
-    parts = block.attention_parts(local.tp)
-    each = block.heads / parts + block.key_heads(local.tp)
-    return each * (block.head_dim + block.value_dim) + 2 * block.latent / parts
+    """Elements per token of a rank: queries and output, keys and values."""
+    each = block.heads / block.attention_parts(local.tp) + block.key_heads(local.tp)
+    return each * (block.head_dim + block.value_dim)
 
 
 def _own_code(local: BlockSetting, block: BlockShape) -> Unfused | None:
@@ -50,23 +49,25 @@ def _inputs_and_output(local: BlockSetting, block: BlockShape) -> float:
     elements += _expanded(block, local.tp) * _expands(local, block)
     cast = max(item, FP32_BYTES) - item if _in_torch(local, block) else 0
     output = block.heads * block.value_dim / block.attention_parts(local.tp)
-    of_latent = 2 * block.latent / block.attention_parts(local.tp)
-    return elements * item + (elements - output - of_latent) * cast
+    return elements * item + (elements - output) * cast
 
 
 def _kept_beside(local: BlockSetting, block: BlockShape) -> float:
     """Elements per token of a rank that plain operators keep more of queries and keys that they rotate or scale.
 
-    Of one result with the values all stays, for these, unless they are copied. What is put together of turned channels
-    and others lies in the order of heads, and so does a fused kernel's output, which is copied for the next matrix.
+    Of one result with the values all stays, for these, unless they are copied; of latent attention (MLA) that is the
+    part of the keys that is not rotated. What is put together of turned channels and others lies in the order of heads,
+    and so does a fused kernel's output, which is copied for the next matrix.
     """
     in_torch = _in_torch(local, block)
     if local.fused or not (block.rotated or in_torch):
         return 0.0
     copies = block.one_key or (in_torch and local.itemsize < FP32_BYTES)
-    beside = block.query_key_channels(local.tp) if block.fused_qkv and not copies else 0.0
-    copied = block.rotated and block.rotated < block.head_dim and not local.keeps_scores
-    return beside + (block.heads / block.attention_parts(local.tp) * block.value_dim if copied else 0.0)
+    heads = block.heads / block.attention_parts(local.tp)
+    of_latent = heads * (block.head_dim - block.rotated) if block.latent else 0.0
+    beside = 0.0 if copies else block.query_key_channels(local.tp) if block.fused_qkv else of_latent
+    heads_first = block.heads_first or 0 < block.rotated < block.head_dim
+    return beside + (heads * block.value_dim if heads_first and not local.keeps_scores else 0.0)
 
 
 def _expanded(block: BlockShape, tp: int) -> float:

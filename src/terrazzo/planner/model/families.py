@@ -47,9 +47,8 @@ _WIDE_QUERY_KEY_NORMS = norms("self_attn.q_norm", size="q", split="column") + no
     "self_attn.k_norm", size="kv", split="column"
 )
 _FOUR_NORMS = _LLAMA.norms + norms("pre_feedforward_layernorm", "post_feedforward_layernorm")
-_FUSED_SWIGLU = linear("mlp.gate_up_proj", "gate_up", "hidden", "column_gathered") + linear(
-    "mlp.down_proj", "hidden", "ffn", "row_splits"
-)
+_GATE_UP = linear("mlp.gate_up_proj", "gate_up", "hidden", "column_gathered")
+_FUSED_SWIGLU = _GATE_UP + linear("mlp.down_proj", "hidden", "ffn", "row_splits")
 _LAYER_NORMS = norms("input_layernorm", "post_attention_layernorm", bias=True)
 
 _MISTRAL = replace(
@@ -121,6 +120,7 @@ _DEEPSEEK_V3 = replace(
     mlp=swiglu(),
     sparse=(*_ROUTER_LAST, *swiglu(module="mlp.shared_experts", width="shared_ffn")),
     keys={"experts": "n_routed_experts"},
+    fp32_router=True,
     defaults={
         "positions": 4096, "experts": 256, "active": 8, "expert_ffn": 2048, "shared_experts": 1, "dense_layers": 3,
         "q_lora": 1536, "kv_lora": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128,
@@ -346,6 +346,7 @@ FAMILIES: Mapping[str, Architecture] = {
         keys=_MIXTRAL.keys,
         windowed=2,
         eager=True,
+        wide_norm=True,
         defaults={
             "nonlinearity": "clamped",
             "kv_heads": 8,

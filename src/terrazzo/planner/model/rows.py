@@ -75,8 +75,8 @@ class Architecture:
         head: the module name of the output head.
         keys: the config's key for a size, where it is not the usual one of `fields.USUAL_KEYS`; empty: it has none.
         defaults: what the config class assumes for a missing key. A size without one must be given.
-        gated, norm, torch_norm, wide_norm, eager, clamped, one_key: see `BlockShape`. `bare_norms`: norms of a block
-            that have no tensors.
+        gated, heads_first, fp32_router, norm, torch_norm, wide_norm, eager, clamped, one_key: see `BlockShape`.
+        bare_norms: norms of a block that have no tensors.
         drops_scores: whether what the config drops of scores is dropped, or the flag without which it is not.
         masks: what torch's attention is given a mask for: `windows`, whole sequences too (`all`), or nothing.
         rotary: share of a head's channels that a rotary embedding turns, where the config says no other; 0: the family
@@ -101,6 +101,8 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, int | float | bool | str | None] = field(default_factory=dict)
     gated: bool = True
+    heads_first: bool = False
+    fp32_router: bool = False
     rotary: float = 1.0
     parallel: bool | str = False
     norm: Literal["rms", "layer"] = "rms"

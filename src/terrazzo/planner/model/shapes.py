@@ -97,10 +97,12 @@ class BlockShape:
         head_dim: channels of a query or key head; `value_dim` of a value head.
         rotated: of `head_dim`, those that a rotary embedding turns; 0 without one.
         fused_qkv: queries, keys and values come from one matrix.
+        heads_first: what is rotated lies in the order of heads.
         parallel: attention and MLP have the same input, as in GPT-J (arXiv 2204.02311, section 2).
         ffn: inner width of the dense MLP, or of one routed expert. `gated`: SwiGLU and its like, three matrices.
         experts, active_experts: routed experts, and how many a token meets; 0 for a dense MLP.
-        shared_ffn: inner width of the experts that every token meets.
+        shared_ffn: inner width of the experts that every token meets. `shared_gate`: what they give is weighted too.
+        fp32_router: the router's product is in fp32.
         norm: `rms`, `layer`, or `plain_layer` where that is plain operators in fp32, as Cohere's. `norms` counts
             those of the residual stream's width. `query_key_norms`: queries and keys are normed too, in heads or whole.
             `result_norms`: what attention and MLP give is normed, as Gemma-2's and OLMo-2's.
@@ -135,11 +137,14 @@ class BlockShape:
     gated: bool = True
     rotated: int = 0
     fused_qkv: bool = False
+    heads_first: bool = False
     parallel: bool = False
     value_dim: int = 0
     experts: int = 0
     active_experts: int = 0
     shared_ffn: int = 0
+    shared_gate: bool = False
+    fp32_router: bool = False
     norm: Literal["rms", "layer", "plain_layer"] = "rms"
     norms: int = 2
     query_key_norms: bool = False
@@ -178,6 +183,11 @@ class BlockShape:
     def query_key_channels(self, tp: int) -> float:
         """Channels of the queries and keys that a tensor-parallel rank computes."""
         return (self.heads / self.attention_parts(tp) + self.key_heads(tp)) * self.head_dim
+
+    @property
+    def latent_norm_channels(self) -> int:
+        """Channels of compressed queries, keys and values that are normed (MLA): all but the rotated key."""
+        return self.latent - self.rotated if self.latent else 0
 
     def mlp_parts(self, tp: int) -> int:
         """Tensor-parallel ranks that have a part each of what the MLP computes."""
