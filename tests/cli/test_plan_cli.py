@@ -683,6 +683,16 @@ def test_a_printed_command_starts_as_it_stands(tmp_path: Path, monkeypatch: pyte
     assert shown(*small, "--emit", str(path)).splitlines()[-1].endswith(f"To run it: my/terrazzo train {path} {data}")
 
 
+def test_a_plan_for_another_framework_is_written_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no run of Terrazzo is said, which these figures are not of."""
+    monkeypatch.setattr(planning, "terrazzo_command", lambda: "my/terrazzo")
+    asked = [*EIGHT, "--memory-gb", "80", "--strategy", "zero3"]
+    *_, last = shown(*asked, "--framework", "fsdp2").splitlines()
+    assert last.endswith("--emit plan.yaml && my/terrazzo config convert plan.yaml --to fsdp2 --world 8")
+    assert "torch FSDP2 (fully_shard) arguments" in last and "terrazzo train" not in last
+    assert "terrazzo train plan.yaml" in shown(*asked, "--framework", "torchao").splitlines()[-1]
+
+
 def test_plans_for_several_hosts_are_started_on_each() -> None:
     text = shown("--model", "llama3-8b", "--gpu", "h100-sxm", "--gpus", "16", "--strategy", "zero3")
     assert "torchrun --nnodes 2 --nproc-per-node 8 " in text.splitlines()[-1]

@@ -17,6 +17,7 @@ from terrazzo.cli.plan.sources import FromConfig, FromCount, FromModel, PlanSour
 from terrazzo.cli.plan.values import by_option, check_tier
 from terrazzo.cli.shared.written_files import write_output, writing
 from terrazzo.config import Config
+from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.errors import BadInput
 from terrazzo.messages import nearest
 from terrazzo.planner import Cluster, Estimate, Framework, Request, runnable
@@ -222,12 +223,15 @@ def _print(answer: Answer | BareAnswer, source: PlanSource, arguments: PlanArgum
 
 
 def _how_to_run(answer: Answer, source: PlanSource, arguments: PlanArguments) -> list[TextBlock]:
-    """The commands that run the plan, if this version can."""
+    """The commands that run the plan, if this version can; of another framework's plan those that write it for that."""
     here = answer.best.memory.fits is not False and runnable(answer.best.setup)
-    cluster = answer.best.setup.cluster
+    cluster, framework = answer.best.setup.cluster, answer.best.setup.framework.name
+    elsewhere = framework != TERRAZZO.name and framework in NAMES
     if isinstance(source, FromConfig):
         if not here:
             return []
+        if elsewhere:
+            return [] if source.overrides else _written_for(framework, source.path, cluster)
         ranks = _ranks(answer, arguments.gpus, source.config)
         command = shlex.join(["train", str(source.path), *source.overrides, *ranks])
         return _start(cluster, command)
@@ -238,11 +242,12 @@ def _how_to_run(answer: Answer, source: PlanSource, arguments: PlanArguments) ->
         left = missing_parts(files_of(answer.best, source.name, path))
     except BadInput:  # a model that `terrazzo train` cannot build
         return []
+    emitting = shlex.join(["plan", *arguments.question, "--emit", str(path)])
+    said, first = (f"written: {path}. ", "") if arguments.emit else ("", f"{terrazzo_command()} {emitting} && ")
+    if elsewhere:
+        return _written_for(framework, path, cluster, said=said, first=first)
     train = " ".join([f"train {shlex.quote(str(path))}", *(f"{key}=..." for key in left)])
-    if arguments.emit is not None:
-        return _start(cluster, train, said=f"written: {path}. ")
-    command = shlex.join(["plan", *arguments.question, "--emit", str(path)])
-    return _start(cluster, train, first=f"{terrazzo_command()} {command} && ")
+    return _start(cluster, train, said=said, first=first)
 
 
 def _ranks(answer: Answer, gpus: str | None, config: Config) -> list[str]:
@@ -269,6 +274,13 @@ def _start(cluster: Cluster, train: str, *, said: str = "", first: str = "") -> 
         TextLine(f"\n{said}To run it, on each full host: {first}{_torchrun(cluster, each)} {train}", copied=True),
         TextLine(f"And on the last host, with the other {last}: {_torchrun(cluster, last)} {train}", copied=True),
     ]
+
+
+def _written_for(framework: str, path: Path, cluster: Cluster, *, said: str = "", first: str = "") -> list[TextBlock]:
+    """The command that writes a plan in the words of the framework whose plan it is; `said`, `first` as `_start`."""
+    command = shlex.join(["config", "convert", str(path), "--to", framework, "--world", str(cluster.count)])
+    what = f"To have it in {dialect(framework).title}, and what your own code says besides"
+    return [TextLine(f"\n{said}{what}: {first}{terrazzo_command()} {command}", copied=True)]
 
 
 def _torchrun(cluster: Cluster, ranks: int) -> str:
