@@ -683,6 +683,21 @@ def test_a_printed_command_starts_as_it_stands(tmp_path: Path, monkeypatch: pyte
     assert shown(*small, "--emit", str(path)).splitlines()[-1].endswith(f"To run it: my/terrazzo train {path} {data}")
 
 
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (("zero3",), "whole ones of the units whose backward runs, the root among them, until ranks have summed them"),
+        (("zero3", "--micro-batches", "4"), "the root among them, and this rank's part of what 4 micro-batches add up"),
+        (("zero1", "--micro-batches", "4"), "whole ones of all units, .* over 4 micro-batches .zero1 splits no grad"),
+        (("zero3", "--micro-batches", "4", "--accumulate-locally"), "whole ones of all units, .*; with --reduce-each"),
+        (("zero1", "--micro-batches", "4", "--pp", "2"), "whole ones of all units, .* a pipeline sums over ranks once"),
+        (("zero1", "--framework", "megatron"), "Megatron-core's buffers of whole ones of all units"),
+    ],
+)
+def test_unreduced_gradients_are_given_a_reason(asked: tuple[str, ...], why: str) -> None:
+    assert re.search(f"^unreduced gradients: .*{why}", shown(*EIGHT, "--strategy", *asked), re.MULTILINE)
+
+
 def test_a_plan_for_another_framework_is_written_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no run of Terrazzo is said, which these figures are not of."""
     monkeypatch.setattr(planning, "terrazzo_command", lambda: "my/terrazzo")

@@ -72,7 +72,7 @@ class Estimate:
         blocks += [TextLine(f"{SEVERITIES[one.severity]}: {one}", "yellow") for one in others]
         blocks += [TextLine(f"note: {note}", "yellow") for note in self.notes]
         blocks += [TextLine("\nwhat would run, each of them planned", "bold"), _edits(self.edits)] if self.edits else []
-        blocks += memory_blocks(self.memory) + traffic_blocks(self.traffic)
+        blocks += memory_blocks(self.memory, self.setup) + traffic_blocks(self.traffic)
         return blocks + (time_blocks(self.time) if self.time else [])
 
 

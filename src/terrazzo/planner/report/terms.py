@@ -17,14 +17,20 @@ from terrazzo.planner.report.words import (
     seconds_text,
     units,
 )
+from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["memory_blocks", "pace_line", "time_blocks", "traffic_blocks"]
 
 
-def memory_blocks(memory: MemoryFigures) -> list[TextBlock]:
+REASONED = 0.05
+"""Share of all that a rank holds from which on unreduced gradients are given a reason."""
+
+
+def memory_blocks(memory: MemoryFigures, setup: Setup) -> list[TextBlock]:
     """Memory of the fullest rank, and of its host."""
     return [
         _memory_table(memory),
+        *_unreduced(memory, setup),
         *_fullest(memory),
         *_elsewhere("host memory", memory.host_terms),
         *_elsewhere("disk", memory.disk),
@@ -63,6 +69,33 @@ def _memory_table(memory: MemoryFigures) -> TextTable:
     }
     rows += [(name, big.of(value), small.of(value), "", "") for name, value in sums.items()]
     return TextTable(columns, tuple(rows), totals=len(sums))
+
+
+def _unreduced(memory: MemoryFigures, setup: Setup) -> list[TextBlock]:
+    """Why gradients are there that no collective has taken, where they are much: what of the setup makes them."""
+    held = sum(term.value for term in memory.terms if term.name == "unreduced")
+    if held < REASONED * memory.allocated_bytes:
+        return []
+    return [TextLine(f"{LABELS['unreduced']}: {_why_unreduced(setup)}")]
+
+
+def _why_unreduced(setup: Setup) -> str:
+    if setup.as_megatron:
+        return "Megatron-core's buffers of whole ones of all units, from step to step"
+    if setup.micro_batches == 1:
+        return "whole ones of the units whose backward runs, the root among them, until ranks have summed them"
+    if not setup.sums_locally:
+        return (
+            "whole ones of the units whose backward runs, the root among them, and this rank's part of what "
+            f"{setup.micro_batches} micro-batches add up to"
+        )
+    if setup.accumulate_locally:
+        why = "--accumulate-locally; with --reduce-each its part alone"
+    elif setup.staged:
+        why = "a pipeline sums over ranks once in a step"
+    else:
+        why = f"{setup.plan.name} splits no gradients"
+    return f"whole ones of all units, which each rank adds up over {setup.micro_batches} micro-batches ({why})"
 
 
 def _fullest(memory: MemoryFigures) -> list[TextBlock]:
