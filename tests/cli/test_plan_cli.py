@@ -690,7 +690,7 @@ def test_a_printed_command_starts_as_it_stands(tmp_path: Path, monkeypatch: pyte
         (("zero3", "--micro-batches", "4"), "the root among them, and this rank's part of what 4 micro-batches add up"),
         (("zero1", "--micro-batches", "4"), "whole ones of all units, .* over 4 micro-batches .zero1 splits no grad"),
         (("zero3", "--micro-batches", "4", "--accumulate-locally"), "whole ones of all units, .*; with --reduce-each"),
-        (("zero1", "--micro-batches", "4", "--pp", "2"), "whole ones of all units, .* a pipeline sums over ranks once"),
+        (("zero1", "--micro-batches", "4", "--pp", "2"), "whole ones of all units, .*a pipeline sums over ranks once"),
         (("zero1", "--framework", "megatron"), "Megatron-core's buffers of whole ones of all units"),
     ],
 )
