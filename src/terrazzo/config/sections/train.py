@@ -21,7 +21,9 @@ class TrainConfig(Section):
     clip: float | None = Field(1.0, gt=0, description="largest global gradient norm; null: no clipping")
     seed: int = Field(0, ge=0, lt=2**63, description="of initial weights, data order, dropout and samples")
     eval_every: int | None = Field(None, gt=0, description="steps between evaluations; null: only at the end")
-    eval_batches: int = Field(8, gt=0, description="micro-batches per rank in one evaluation")
+    eval_batches: int = Field(
+        8, gt=0, description="micro-batches per rank in one evaluation: of more or larger ones the loss is of more text"
+    )
     sample_every: int | None = Field(None, gt=0, description="steps between text samples; null: only at the end")
     check_replicas_every: int | None = Field(
         None,
