@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import terrazzo as tz
@@ -39,6 +39,8 @@ ACTS: dict[str, Callable[[Collectives], Any]] = {
     "more": lambda along: along.maximum(torch.zeros(2 * MANY, dtype=torch.int64)),
     "floats": lambda along: along.maximum(torch.zeros(2, dtype=torch.float64)),
     "rows": lambda along: along.gather_rows(torch.zeros(2, dtype=torch.int64)),
+    "summed": lambda along: along.reduced(torch.zeros(2, dtype=torch.int64), torch.sum),
+    "greatest": lambda along: along.reduced(torch.zeros(2, dtype=torch.int64), torch.amax),
     "sent": lambda along: along.broadcast(torch.zeros(2, dtype=torch.int64)),
     "sent by another": lambda along: along.broadcast(torch.zeros(2, dtype=torch.int64), 1),
     "much sent": lambda along: along.broadcast(torch.zeros(MANY, dtype=torch.int64)),
@@ -48,6 +50,7 @@ PAIRS = [
     ("many", "more"),
     ("two", "floats"),
     ("two", "rows"),
+    ("summed", "greatest"),
     ("sent", "rows"),
     ("sent", "sent by another"),
     ("much sent", "many"),
@@ -90,6 +93,33 @@ def in_a_call_that_one_knows() -> str:
     with labelled(here), pytest.raises(tz.RanksApart) as apart:
         along.maximum(torch.zeros(2))
     return str(apart.value)
+
+
+def what_comes_from_the_first() -> list[int]:
+    """Sizes of what the first rank answers in exchanges that give what they should; run by each process."""
+    along, rank, sizes, broadcast = along_world(), dist.get_rank(), list[int](), dist.broadcast
+
+    def noting(message: Tensor, *others: Any, **named: Any) -> Any:
+        sizes.append(message.nbytes)
+        return broadcast(message, *others, **named)
+
+    with mock.patch.object(dist, "broadcast", noting):
+        for numel in (0, 3, 128):
+            rows = torch.stack([torch.arange(numel), torch.arange(1, 1 + numel)])
+            assert torch.equal(along.gather_rows(rows[rank]), rows)
+            assert torch.equal(along.maximum(rows[rank].clone()), rows.amax(0))
+            assert torch.equal(along.reduced(rows[rank] > 1, torch.sum), (rows > 1).sum(0)), "of another dtype"
+            along.broadcast(sent := rows[rank].clone(), 1)
+            assert torch.equal(sent, rows[1])
+    return sizes
+
+
+@pytest.mark.processes
+def test_each_rank_gets_what_comes_of_all_rows_and_not_the_rows(two_processes: Pool) -> None:
+    """So that a meeting of many ranks moves as many rows as these are, and not their square."""
+    row = 1040
+    for sizes in two_processes.run(what_comes_from_the_first):
+        assert sizes == [row] * 8 + [row, 2 * 1024 - 1024, row, row, row], "and of long rows what does not fit in one"
 
 
 @pytest.mark.processes

@@ -1,10 +1,11 @@
 """Exchanges of a few numbers along a mesh axis, which block: agreements, norms, what one rank tells the others.
 
 gloo ends a process when a message is longer than the place for it, and adds up what does not belong together where it
-is not. So the first message of each of them is a row of one size, whatever it is for: the code of its label, what is
-done, with how many numbers and over which axes, and the values themselves, where they fit. All ranks have the rows of
-all, and go on where they are about to do the same; else all raise. What does not fit in a row follows in a collective
-of its own, of which then all ranks know the size. What is counted are the values, and not the rows around them.
+is not. So the first message of each of them is a row of one size, whatever it is for: the code of its label, a hash of
+what is done, with how many numbers and over which axes, and the values themselves, where they fit. Rows go to the first
+rank of the axis, which answers all with one: the same beginning, and what comes of the values, where all are about to
+do the same; else all raise. What does not fit in a row follows in a collective of its own, of which then all ranks know
+the size. What is counted are the values, and not the rows around them.
 
 What is in a device's memory, NCCL exchanges, and the host does not wait to compare: that leaves a trail instead.
 """
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,22 @@ __all__ = ["ControlExchanges", "all_gather_single", "carried"]
 
 _HEAD, _ROOM_BYTES = struct.Struct("<QQ"), 1024
 """Of a row: the code of the label, a hash of what is done; and room for values."""
+_APART = _HEAD.pack((1 << 64) - 1, 0)
+"""How the answer begins to ranks that are not about to do the same: no label has that code."""
+
+
+class _Act(NamedTuple):
+    """What is done.
+
+    Attributes:
+        name: as errors say it.
+        of: makes of the values of all ranks, as rows, what each of them gets; called on the first.
+        like: a tensor of the shape and dtype of that.
+    """
+
+    name: str
+    of: Callable[[Tensor], Tensor]
+    like: Tensor
 
 
 class ControlExchanges:
@@ -76,8 +94,9 @@ class ControlExchanges:
         self.traffic.record("control", values.nbytes, axis=self.axis)
         patience = None if timeout_s is None else timedelta(seconds=timeout_s)
         with self._waiting_for_all("control") if patience is None else contextlib.nullcontext():
-            if (rows := self._told("a maximum", values, over, patience)) is not None:
-                values.copy_(rows.amax(0))
+            act = _Act("a maximum", lambda rows: rows.amax(0), values)
+            if (greatest := self._told(act, values, over, patience)) is not None:
+                values.copy_(greatest)
             else:
                 work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group_for(values), async_op=True)
                 _wait(work, patience)
@@ -91,9 +110,29 @@ class ControlExchanges:
         """
         self.traffic.record("control", values.nbytes, axis=self.axis)
         with self._waiting_for_all("control"):
-            if (rows := self._told("rows", values, over)) is None:
-                rows = values.new_empty((self.size, *values.shape))
-                all_gather_single(rows.view(-1), values.reshape(-1), group=self._group_for(values))
+            act = _Act("rows", lambda rows: rows, values.new_empty((self.size, *values.shape)))
+            if (rows := self._told(act, values, over)) is None:
+                rows = self._gathered(values)
+        return rows
+
+    def reduced(self, values: Tensor, reduce: Callable[..., Tensor], over: Sequence[str] = ()) -> Tensor:
+        """`reduce` of every rank's `values`, stacked in rank order, along `dim=0`: of equal bits on all ranks; blocks.
+
+        Raises:
+            RanksApart: as for `maximum`, where they have come with another `reduce`, too.
+        """
+        self.traffic.record("control", values.nbytes, axis=self.axis)
+        with self._waiting_for_all("control"):
+            like = values if values.is_cuda else reduce(values.detach().unsqueeze(0), dim=0)
+            act = _Act(f"a reduction ({reduce.__name__})", functools.partial(reduce, dim=0), like)
+            if (told := self._told(act, values, over)) is None:
+                told = reduce(self._gathered(values), dim=0)
+        return told
+
+    def _gathered(self, values: Tensor) -> Tensor:
+        """Every rank's `values`, as rows, where these do not go in messages of one size."""
+        rows = values.new_empty((self.size, *values.shape))
+        all_gather_single(rows.view(-1), values.reshape(-1), group=self._group_for(values))
         return rows
 
     def broadcast(self, values: Tensor, source: int = 0, over: Sequence[str] = ()) -> None:
@@ -104,21 +143,21 @@ class ControlExchanges:
         """
         self.traffic.record("broadcast", values.nbytes if self.rank == source else 0, axis=self.axis)
         with self._waiting_for_all("broadcast"):
-            act = f"a broadcast from rank {self.links.ranks[source]}"
-            if (rows := self._told(act, values, over, on_host=True)) is not None:
-                values.copy_(rows[source])
+            act = _Act(f"a broadcast from rank {self.links.ranks[source]}", lambda rows: rows[source], values)
+            if (sent := self._told(act, values, over, on_host=True)) is not None:
+                values.copy_(sent)
             else:
                 dist.broadcast(carried(values), group=self._group_for(values), group_src=source)
 
     def _told(
         self,
-        act: str,
+        act: _Act,
         values: Tensor,
         over: Sequence[str],
         patience: timedelta | None = None,
         on_host: bool = False,
     ) -> Tensor | None:
-        """What every rank has for `act`, `[ranks, *values.shape]`; None where that does not fit in its row.
+        """What comes of `act` with the `values` of every rank; None where these do not fit in its row.
 
         Args:
             on_host: whether the host compares rows of what is in a device's memory too: where it may wait, outside of
@@ -131,34 +170,46 @@ class ControlExchanges:
             self._leave_trail()
             return None
         label, dtype, axes = moving.get(), str(values.dtype).removeprefix("torch."), " and ".join(over or (self.axis,))
-        detail = f"{act} of {values.numel()} {dtype} numbers along {axes or 'an axis'}"
+        detail = f"{act.name} of {values.numel()} {dtype} numbers along {axes or 'an axis'}"
         fits = not values.is_cuda and values.nbytes <= _ROOM_BYTES
         head = _HEAD.pack(label.code, zlib.crc32(detail.encode()))
-        message = head + (_bytes_of(values) if fits else b"")
-        rows = self._rows_of_all(message.ljust(_HEAD.size + _ROOM_BYTES, b"\0"), patience)
-        if not all(each.startswith(head) for each in rows):
-            codes = [_HEAD.unpack_from(each)[0] for each in rows]
+        rows = self._to_first(_row(head, _bytes_of(values) if fits else b""), patience)
+        alike, result = all(each.startswith(head) for each in rows), bytes(act.like.nbytes if fits else 0)
+        if rows and alike and fits:
+            result = _bytes_of(act.of(_values_of(rows, values)))
+        answer = self._from_first(_row(head if alike else _APART, result[:_ROOM_BYTES]), patience)
+        if not answer.startswith(head):
+            heads = self._from_first(b"".join(each[: _HEAD.size] for each in rows or [head] * self.size), patience)
+            codes = [code for code, _ in _HEAD.iter_unpack(heads)]
             places = {rank: label.of_code(code).place() for rank, code in zip(self.links.ranks, codes, strict=True)}
             raise PlacesDiffer(places | {self.links.ranks[self.rank]: label.place(detail)})
         if not fits:
             return None
-        told = bytearray().join(each[_HEAD.size : len(message)] for each in rows)
-        return (torch.frombuffer(told, dtype=values.dtype) if told else values.detach()).view(self.size, *values.shape)
+        told = answer[_HEAD.size :][: len(result)]
+        if len(result) > _ROOM_BYTES:
+            told += self._from_first(result[_ROOM_BYTES:], patience)
+        return _tensor_of(told, act.like)
 
-    def _rows_of_all(self, own: bytes, patience: timedelta | None = None) -> list[bytes]:
-        """Every rank's row, of as many bytes on all of them.
-
-        They go by way of the first rank: all-gathers of gloo's go once around, which takes as many turns as ranks.
+    def _to_first(self, own: bytes, patience: timedelta | None) -> list[bytes]:
+        """Every rank's row, of as many bytes on all of them: on the first, and none on the others; or on all of them,
+        where it is not gloo that carries rows.
         """
         row, group = torch.frombuffer(bytearray(own), dtype=torch.uint8), self.links.host_group
-        rows = row.new_empty(self.size, row.numel())
+        rows = row.new_empty(self.size if self.rank == 0 or not self.links.is_gloo else 0, row.numel())
         if self.links.is_gloo:
             places = [*rows.unbind()] if self.rank == 0 else None
             _wait(dist.gather(row, places, group=group, group_dst=0, async_op=True), patience)
-            _wait(dist.broadcast(rows.view(-1), group=group, group_src=0, async_op=True), patience)
         else:
             _wait(all_gather_single(rows.view(-1), row, group=group, async_op=True), patience)
         return [each.tobytes() for each in rows.numpy()]
+
+    def _from_first(self, told: bytes, patience: timedelta | None) -> bytes:
+        """What the first rank has, as many bytes as this one's; where all have every row, all have that."""
+        if not self.links.is_gloo:
+            return told
+        message = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        _wait(dist.broadcast(message, group=self.links.host_group, group_src=0, async_op=True), patience)
+        return message.numpy().tobytes()
 
     def _leave_trail(self) -> None:
         """Note what is moved now, on a transport whose messages cannot say it: see `pass_end`."""
@@ -178,6 +229,21 @@ class ControlExchanges:
     def _standing_still(self) -> Iterable[str]:
         """Notes on ranks that stand still, as far as this one can see."""
         return ()
+
+
+def _row(head: bytes, values: bytes) -> bytes:
+    return (head + values).ljust(_HEAD.size + _ROOM_BYTES, b"\0")
+
+
+def _values_of(rows: Sequence[bytes], like: Tensor) -> Tensor:
+    """The values in rows, stacked, each of which is like that."""
+    told = b"".join(row[_HEAD.size :][: like.nbytes] for row in rows)
+    return _tensor_of(told, like.new_empty((len(rows), *like.shape)))
+
+
+def _tensor_of(told: bytes, like: Tensor) -> Tensor:
+    """The numbers in bytes, as a tensor like that."""
+    return torch.frombuffer(bytearray(told), dtype=like.dtype).view(like.shape) if told else like.detach()
 
 
 def _bytes_of(values: Tensor) -> bytes:

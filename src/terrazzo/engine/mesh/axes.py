@@ -204,7 +204,7 @@ class Axes:
         """`reduce` of the values of the ranks of `axes`, on rows in rank order: all ranks get equal bits; blocks."""
         links = self._live_links(axes)
         for along in links.values():
-            value = reduce(along.gather_rows(value, over=[*links]), dim=0)
+            value = along.reduced(value, reduce, over=[*links])
         return value
 
     def break_off(self) -> None:

@@ -11,7 +11,8 @@ are at different places raise there, and so does one that waits where another ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -62,7 +63,7 @@ class ExpertRanks(AxisRanks):
     def __init__(self, axes: Axes, counts: Mapping[str, int]) -> None:
         super().__init__(axes.along("ep"))
         self.axes = axes
-        self.modules, self._units, self._width = tuple(counts), tuple[str, ...](), max(counts.values(), default=0)
+        self.modules, self._units = tuple(counts), tuple[str, ...]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copied model belongs to the same group."""
@@ -78,7 +79,8 @@ class ExpertRanks(AxisRanks):
         Raises:
             RanksApart: on every rank, where they are at different places.
         """
-        self._meet(label, None)
+        with self._told_of_experts(label):
+            self._collectives.maximum(torch.empty(0, device=HOST))
 
     def counts_at(self, module: int, own: Tensor) -> Tensor:
         """Every rank's rows for each expert, int64 `[ranks, experts]` in the host's memory. Collective.
@@ -86,7 +88,8 @@ class ExpertRanks(AxisRanks):
         Raises:
             RanksApart: on every rank, where they are at different places.
         """
-        return self._meet(self._label_of(Purpose.EXPERTS, module), own)[:, : own.numel()]
+        with self._told_of_experts(self._label_of(Purpose.EXPERTS, module)):
+            return self._collectives.gather_rows(own.to(torch.int32)).long()
 
     def return_through(self, module: int) -> None:
         """Compare places before gradients go back. Collective.
@@ -94,18 +97,17 @@ class ExpertRanks(AxisRanks):
         Raises:
             RanksApart: on every rank, where they are at different places.
         """
-        self._meet(self._label_of(Purpose.EXPERTS_BACK, module), None)
+        self.meet_before(self._label_of(Purpose.EXPERTS_BACK, module))
 
     def _label_of(self, purpose: Purpose, module: int) -> Label:
         return Label(purpose, module, names=Names(self._units, experts=self.modules))
 
-    def _meet(self, label: Label, counts: Tensor | None) -> Tensor:
-        numbers = torch.zeros(self._width, dtype=torch.int32, device=HOST)
-        if counts is not None:
-            numbers[: counts.numel()] = counts
+    @contextlib.contextmanager
+    def _told_of_experts(self, label: Label) -> Iterator[None]:
+        """Ranks meet inside, at that label; where they are apart, errors say how experts are called."""
         try:
             with labelled(label):
-                return self._collectives.gather_rows(numbers).long()
+                yield
         except RanksApart as apart:
             raise RanksApart(f"{apart}{'' if RUN_ALL_EXPERTS in str(apart) else f' {RUN_ALL_EXPERTS}'}") from None
 
