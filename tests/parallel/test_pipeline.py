@@ -431,7 +431,11 @@ def test_an_overflow_in_one_stage_skips_the_step_in_all():
         if rank == 1:
             gradient = engine_of(model).trainable()[-1].gradient.finished
             gradient.change(0, lambda part: part.fill_(float("inf")))
+        engine_of(model).traffic.reset()
         optimizer.step()
+        told, found = engine_of(model).promise.traffic(2), engine_of(model).traffic
+        assert told.count["control"] == found.count["control"] == 1, "the flag, along the axis of stages"
+        assert told.bytes["control"] == found.bytes["control"]
         engine_of(model).settle()
         after = own_parts(model, masters)
         return all(torch.equal(after[name][1], before[name][1]) for name in before), optimizer.scaler_state()["scale"]

@@ -64,7 +64,8 @@ class Promise:
     ) -> Traffic:
         """Traffic of one step from this rank, in exact counts and bytes; clipping adds its one scalar per rank.
 
-        What modules send of activations, and stages each other, is beside this: see `Traffic`.
+        What modules send of activations, and stages each other, is beside this: see `Traffic`. So is what `tz.step`
+        compares of its arguments.
 
         Args:
             micro_batches, local: as for `memory`.

@@ -8,7 +8,7 @@ faster (`terrazzo.planner.memory.walk`); tests hold it equal to this.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,7 +98,7 @@ def dry_run(units: Sequence[UnitLayout], step: StepSpec, templates: Templates = 
     else:
         _run_stages(units, counting, step, step.stages, tally)
     if units[0].buckets[0].spec.precision.loss_scaling:
-        _record_control(units, tally.traffic, OVERFLOW_NUMEL)
+        _record_control(units, tally.traffic, OVERFLOW_NUMEL, beside=units[0].buckets[0].axes.stage_axis)
     dry_run_matrices([bucket for unit in units for bucket in unit.trainable()], matrix_needs(templates), tally)
     for unit, counting_unit in zip(units, counting, strict=True):
         for bucket, counting_bucket in zip(unit.buckets, counting_unit.buckets, strict=True):
@@ -241,7 +241,8 @@ def _meeting(units: Sequence[UnitLayout], traffic: Traffic) -> Meet | None:
     return meet if weights_are_split(units) else None
 
 
-def _record_control(units: Sequence[UnitLayout], traffic: Traffic, numel: int) -> None:
+def _record_control(units: Sequence[UnitLayout], traffic: Traffic, numel: int, beside: Iterable[str] = ()) -> None:
+    """Count an exchange over the axes of `within_stage`, and those `beside` them."""
     axes = units[0].buckets[0].axes
-    for _ in axes.live(axes.within_stage):
+    for _ in axes.live((*axes.within_stage, *beside)):
         traffic.record("control", numel * torch.int64.itemsize)

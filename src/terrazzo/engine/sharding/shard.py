@@ -25,6 +25,7 @@ from terrazzo.engine.interception.gradients.grad_attribute import show_gradients
 from terrazzo.engine.interception.measuring.measured import let_measure
 from terrazzo.engine.interception.sharded_module import make_sharded_module
 from terrazzo.engine.labels.label import collective_call, labelled
+from terrazzo.engine.mesh.activation_axes import exchanged_along
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.offload.needs import need_of
@@ -44,7 +45,6 @@ from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.sharding.attach import put_on
 from terrazzo.engine.sharding.initial_values import InitialValues
 from terrazzo.engine.sharding.prepare import OptimizerLike, Options, Prepared, prepare
-from terrazzo.engine.sharding.shared_parts_checks import exchanged_along
 from terrazzo.engine.unit_forwards.activation_checkpointing import offloading_of
 from terrazzo.messages import listed, warn
 from terrazzo.processes.system import boot_id

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.consensus.joint_checks import all_or_none
-from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import STAGE_AXIS, Family
 from terrazzo.engine.mesh.meshes import expert_mesh
@@ -20,7 +19,7 @@ from terrazzo.engine.partition.unit_members import Member
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, waits_for_root
+from terrazzo.marks import SHARES_EXPERTS, SHARES_SEQUENCES, waits_for_root
 from terrazzo.messages import listed
 
 __all__ = [
@@ -30,14 +29,7 @@ __all__ = [
     "check_stages",
     "check_uncompiled",
     "check_uncut",
-    "exchanged_along",
 ]
-
-
-def exchanged_along(model: nn.Module) -> dict[str, Traffic]:
-    """Counts, by mesh axis, of what modules of `model` send of activations along it."""
-    marks = {"tp": SHARES_MATRICES, "cp": SHARES_SEQUENCES, "ep": SHARES_EXPERTS}
-    return {axis: each.traffic for axis, mark in marks.items() for each in mark.all_in(model)}
 
 
 def check_sequences(model: nn.Module, mesh: DeviceMesh) -> None:

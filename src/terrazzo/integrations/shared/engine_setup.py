@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo.engine import Plan, Precision, checkpoint_activations, compile_units, shard
-from terrazzo.engine.sharding.shared_parts_checks import exchanged_along
+from terrazzo.engine.mesh.activation_axes import exchanged_along
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.first_rank import is_first
