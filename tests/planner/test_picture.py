@@ -137,6 +137,12 @@ def test_impossible_strategies_are_left_out_and_offload_is_added() -> None:
     assert names[-1] == "zero3@cpu"
 
 
+def test_groups_of_one_rank_are_no_bar() -> None:
+    """Where tp fills a host, strategies in groups would be drawn as one that splits nothing."""
+    chosen = estimate(build_setup(Request("llama3-8b", gpus=32, gpu="h100-sxm", strategy="zero3", tp=8)))
+    assert {found.setup.mesh.shard_ranks for found in alternatives(chosen, estimate)} == {4}
+
+
 def test_another_name_of_a_plan_draws_no_second_bar() -> None:
     chosen = estimate(build_setup(Request("llama3-8b", gpus=8, gpu="h100-sxm", strategy="ddp")))
     names = [found.setup.plan.name for found in alternatives(chosen, estimate)]

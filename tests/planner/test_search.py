@@ -760,6 +760,14 @@ def test_schedules_that_wait_less_are_tried_and_the_engine_runs_each() -> None:
     assert {each.setup.pipeline for each in asked.ranked} == {"gpipe"}
 
 
+def test_groups_of_one_rank_are_refused_and_wider_ones_are_tried() -> None:
+    """Where tp fills a host, its groups have one rank each."""
+    with pytest.raises(BadInput, match=r"splits nothing .* dp_replicate 2, for groups of 2 ranks"):
+        ask(request(gpus=32, strategy="hybrid_shard", tp=8))
+    found = search(request(gpus=32, strategy="hybrid_shard", tp=8))
+    assert {(each.setup.mesh.dp_replicate, each.setup.mesh.dp_shard) for each in found.ranked} == {(2, 2)}
+
+
 def test_shard_groups_of_more_than_one_host_are_tried() -> None:
     """Of 30 B parameters under `hpz` a host of 8 holds a second copy of the weights; in two hosts that surely fits."""
     found = search(request("qwen3-30b-a3b", 1024, parallel=True, strategy="hpz"))

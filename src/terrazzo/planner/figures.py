@@ -41,6 +41,11 @@ class Term:
     inputs: Mapping[str, float] = field(default_factory=dict)
     unit: Literal["B", "s"] = "B"
 
+    @classmethod
+    def seconds(cls, name: str, value: float, formula: str, **inputs: float) -> Term:
+        """An addend of a time, which has no upper value of its own."""
+        return cls(name, value, value, formula, inputs, "s")
+
 
 @dataclass(frozen=True)
 class Room:

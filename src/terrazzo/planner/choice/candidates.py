@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from terrazzo.engine import Plan
 from terrazzo.engine.plan.place import ROWS
-from terrazzo.planner.setup.build_setup import build_setup, sequence_of
+from terrazzo.errors import BadInput
+from terrazzo.planner.setup.build_setup import build_cluster, mesh_of, sequence_of
 from terrazzo.planner.setup.choice_names import TRIED_MODES
 from terrazzo.planner.setup.request import Request
 
@@ -72,7 +73,10 @@ def shard_groups(request: Request, named: bool) -> Iterator[Request]:
     assert request.plan is not None
     if not request.plan.groups or request.dp_replicate is not None or not (named or not _model_parallel(request)):
         return
-    replicas = build_setup(request).mesh.dp_replicate
+    try:
+        replicas = mesh_of(request, build_cluster(request), request.plan).dp_replicate
+    except BadInput:  # no groups can be
+        return
     while replicas % 2 == 0 and replicas > 2:
         replicas //= 2
         yield replace(request, dp_replicate=replicas)

@@ -18,7 +18,7 @@ __all__ = ["Refusals", "fits_without_sums", "states_too_large", "too_large"]
 SUMS = ("unreduced", "sums")
 """Terms, of the device's memory and the host's, that are there in a step of several micro-batches alone."""
 
-SPARE = 0.1
+KEPT_BESIDE = 0.1
 """At most what the allocator keeps beside these, as a share of them."""
 
 
@@ -91,7 +91,7 @@ def fits_without_sums(memory: MemoryFigures) -> bool:
     """Whether what is too large would fit if no gradients were added up over micro-batches."""
     full = memory.overfull[0]
     sums = sum(term.value for term in full.terms if term.name in SUMS)
-    return 0 < full.expected - (full.capacity or 0) < (1 + SPARE) * sums
+    return 0 < full.expected - (full.capacity or 0) < (1 + KEPT_BESIDE) * sums
 
 
 def _gib(value: float) -> str:

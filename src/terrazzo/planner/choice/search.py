@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
@@ -93,6 +94,17 @@ def spread(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(count for count in counts if count in (counts[0], counts[-1]) or is_round(count))
 
 
+class _Tried(NamedTuple):
+    """What became of a candidate: its estimate where it fits, else what it takes where that is too much."""
+
+    fitting: Estimate | None = None
+    too_large: MemoryFigures | None = None
+
+
+REFUSED = _Tried()
+"""Not for its memory."""
+
+
 class _SearchWalk:
     """What was found so far: estimates of what fits, and why the rest does not run."""
 
@@ -137,11 +149,12 @@ class _SearchWalk:
             for plan in plans(choice):
                 before = len(self.fitting)
                 for grouped in shard_groups(replace(choice, strategy=plan), named=choice.plan is not None):
-                    if not self._try_modes(grouped) or len(self.fitting) > before:
+                    self._try_modes(grouped)
+                    if len(self.fitting) > before:
                         break
 
-    def _try_modes(self, choice: Request) -> bool:
-        """One strategy with every checkpointing mode and micro-batch; whether it can be at all, whatever it takes."""
+    def _try_modes(self, choice: Request) -> None:
+        """One strategy in groups of one size with every checkpointing mode and micro-batch."""
         modes, sizes = modes_and_sizes(choice)
         if self.least_memory:
             sizes = (sizes[0], *sizes[1:][-1:])
@@ -149,11 +162,8 @@ class _SearchWalk:
             setup = _first_possible(replace(choice, checkpointing=modes[0]), sizes)
         except BadInput as error:
             self.refusals.add(choice, str(error), len(modes) * len(sizes))
-            return False
-        if setup.plan.groups and setup.mesh.shard_ranks == 1:
-            reason = f"{setup.plan.name} splits nothing over groups of one rank."
-            self.refusals.add(choice, reason, len(modes) * len(sizes))
-        elif (states := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
+            return
+        if (states := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
             leanest = build_setup(replace(choice, micro_batch=setup.micro_batch, checkpointing=modes[-1]))
             known = _refusal(findings(leanest))  # then it is not what comes nearest
             nearest = None if known else (leanest, memory_under(leanest, self.calibration))
@@ -164,7 +174,6 @@ class _SearchWalk:
             for mode in modes:
                 useful = tuple(size for size in sizes if size == sizes[0] or size > sure)
                 sure = max(sure, self._grow(replace(choice, checkpointing=mode), useful, setup))
-        return True
 
     def _grow(self, choice: Request, sizes: tuple[int, ...], at_hand: Setup | None = None) -> int:
         """Larger and larger micro-batches, as long as they fit and get faster; the largest that surely fits, or 0.
@@ -179,12 +188,12 @@ class _SearchWalk:
             if not room and size != sizes[-1]:
                 continue
             one = replace(choice, micro_batch=size)
-            found = self._try(one, at_hand if at_hand and at_hand.micro_batch == size else None)
-            if isinstance(found, MemoryFigures):
-                if choice.global_batch is None or not fits_without_sums(found):
+            tried = self._try(one, at_hand if at_hand and at_hand.micro_batch == size else None)
+            if tried.too_large is not None:
+                if choice.global_batch is None or not fits_without_sums(tried.too_large):
                     break
                 room = False
-            elif found is not None:
+            elif (found := tried.fitting) is not None:
                 sure = sure if found.memory.fits_surely is False else size
                 rate = tokens_per_s(found) * found.setup.rows / found.setup.global_batch  # empty rows are no reason
                 if rate < fastest:
@@ -192,24 +201,24 @@ class _SearchWalk:
                 fastest = rate
         return sure
 
-    def _try(self, choice: Request, setup: Setup | None) -> Estimate | MemoryFigures | None:
-        """The estimate of one candidate, or what it takes where that is too much; None if it is refused otherwise."""
+    def _try(self, choice: Request, setup: Setup | None) -> _Tried:
+        """Note the estimate of one candidate, or why it is refused."""
         try:
             setup = setup or build_setup(choice)
             memory = memory_under(setup, self.calibration)
         except BadInput as error:
             self.refusals.add(choice, str(error))
-            return None
+            return REFUSED
         known = findings(setup)
         if reason := _refusal(known):
             self.refusals.add(choice, reason)
-            return None
+            return REFUSED
         if reason := too_large(setup, memory):
             self.refusals.add(choice, reason, 1, (setup, memory))
-            return memory
+            return _Tried(too_large=memory)
         found = assemble(setup, memory, self.calibration, known)
         self.fitting.append(found)
-        return found
+        return _Tried(fitting=found)
 
 
 def _first_possible(choice: Request, sizes: tuple[int, ...]) -> Setup:

@@ -98,7 +98,7 @@ def state_terms(setup: Setup, pp_rank: int = 0, tier: str | None = None, updated
                 if state is not None and tier in (None, state.tier):
                     values[name] += count * state.nbytes
     elements, placement = float(sum(unit.numel * count for unit, count, _ in rows)), placement_of(setup, ON_DEVICE)
-    return tuple(_term(name, value, elements, placement) for name, value in values.items())
+    return tuple(_state_term(name, value, elements, placement) for name, value in values.items())
 
 
 def _bare_terms(setup: Setup, tier: str | None) -> tuple[Term, ...]:
@@ -117,10 +117,10 @@ def _bare_terms(setup: Setup, tier: str | None) -> tuple[Term, ...]:
     if setup.ema:
         elsewhere = setup.plan.optim.tier != "device"
         values["average"] = own * precision.exact_master.itemsize * (tier in (None, "cpu" if elsewhere else "device"))
-    return tuple(_term(name, value, numel, placement) for name, value in values.items())
+    return tuple(_state_term(name, value, numel, placement) for name, value in values.items())
 
 
-def _term(name: str, value: float, elements: float, placement: Placement) -> Term:
+def _state_term(name: str, value: float, elements: float, placement: Placement) -> Term:
     inputs = {
         "elements": elements,
         "tp": float(placement.tp),

@@ -26,8 +26,11 @@ def alternatives(chosen: Estimate, estimate: Callable[[Setup], Estimate]) -> lis
             others.append(chosen)
             continue
         plan = Plan.named(name)
+        mesh = _mesh(chosen.setup, plan)
+        if plan.groups and mesh.shard_ranks == 1:  # nothing would be split
+            continue
         try:
-            others.append(estimate(replace(chosen.setup, plan=plan, mesh=_mesh(chosen.setup, plan))))
+            others.append(estimate(replace(chosen.setup, plan=plan, mesh=mesh)))
         except BadInput:
             continue
     return others if chosen in others else [*others, chosen]

@@ -31,6 +31,7 @@ __all__ = [
     "build_cluster",
     "build_setup",
     "counts_of",
+    "mesh_of",
     "of_one_rank",
     "precision_of",
     "request_of",
@@ -67,7 +68,8 @@ def build_setup(request: Request) -> Setup:
     """
     model, cluster = trained(request, shape_of(request.model)), build_cluster(request)
     plan = request.plan or choice_names.strategy(STRATEGY)
-    mesh = _mesh(request, cluster, plan)
+    mesh = mesh_of(request, cluster, plan)
+    _check_groups(mesh, plan, cluster.device.near_ranks)
     checkpointing = choice_names.checkpointing(request.checkpointing or "none")
     if checkpointing.every > max(model.layers, 1):
         raise BadInput(
@@ -129,7 +131,7 @@ def request_of(request: Request, setup: Setup) -> Request:
         virtual_stages=setup.virtual_stages,
         **{axis: getattr(setup.mesh, axis) for axis in ("tp", "pp", "cp", "ep")},
     )
-    by_default = _mesh(chosen, setup.cluster, setup.plan) == setup.mesh
+    by_default = mesh_of(chosen, setup.cluster, setup.plan) == setup.mesh
     return chosen if by_default else replace(chosen, dp_replicate=setup.mesh.dp_replicate)
 
 
@@ -276,8 +278,11 @@ def _named_device(name: str, request: Request) -> Device:
         return Device(name)
 
 
-def _mesh(request: Request, cluster: Cluster, plan: Plan) -> Mesh:
-    """Sizes of all axes. What is left of the devices after tp, pp and cp is data parallel."""
+def mesh_of(request: Request, cluster: Cluster, plan: Plan) -> Mesh:
+    """Sizes of all axes. What is left of the devices after tp, pp and cp is data parallel.
+
+    Raises: `BadInput` where the devices do not divide so.
+    """
     tp, pp, cp, ep = (getattr(request, axis) or 1 for axis in ("tp", "pp", "cp", "ep"))
     model_ranks = tp * pp * cp
     if cluster.count % model_ranks:
@@ -296,6 +301,20 @@ def _mesh(request: Request, cluster: Cluster, plan: Plan) -> Mesh:
             f"{data_ranks / replicas:.4g}. Use a divisor of {data_ranks}."
         )
     return replace(mesh, dp_replicate=replicas, dp_shard=data_ranks // replicas)
+
+
+def _check_groups(mesh: Mesh, plan: Plan, near_ranks: int) -> None:
+    """Raises `BadInput` where a plan that splits within groups has groups of one rank each."""
+    if not plan.groups or mesh.shard_ranks > 1 or mesh.dp_replicate == 1:
+        return
+    ranks = mesh.dp_replicate
+    wider = next((size for size in range(2, ranks // 2 + 1) if ranks % size == 0), None)
+    groups = "" if wider is None else f", or dp_replicate {ranks // wider}, for groups of {wider} ranks"
+    why = f": beside tp {mesh.tp} no more are on a host of {near_ranks}" if mesh.tp > 1 else ""
+    raise BadInput(
+        f"{plan.name} splits nothing over groups of one rank, which its {ranks} groups have{why}. Use zero3, which "
+        f"splits over all data ranks{groups}."
+    )
 
 
 def _check_accumulation(request: Request, plan: Plan, mesh: Mesh) -> None:

@@ -30,4 +30,4 @@ def _turns(step: PipelineStep, alone_s: float) -> list[Term]:
     work_s = sum(rank.work_s for rank in step.ranks) / len(step.ranks) * ranks
     value = max(0.0, work_s / cores - alone_s)
     inputs = {"work_s": work_s, "cores": float(cores), "alone_s": alone_s}
-    return [Term("turns on shared cores", value, value, "time.turns", inputs, "s")] if value else []
+    return [Term.seconds("turns on shared cores", value, "time.turns", **inputs)] if value else []

@@ -57,7 +57,7 @@ def line_terms(setup: Setup, traffic: TrafficFigures, record: Calibration) -> li
     """The terms on a device without known figures: FLOPs at the measured rate, and copies at their links' rates."""
     flops, copied = step_flops(setup), copied_bytes(setup, traffic)
     busy = flops / record.flops_per_s
-    terms = [Term("computation", busy, busy, "time.measured", {"flops": flops, "flops_per_s": record.flops_per_s}, "s")]
+    terms = [Term.seconds("computation", busy, "time.measured", flops=flops, flops_per_s=record.flops_per_s)]
     terms += [*_overhead(record), *_waits(traffic, record)]
     if setup.mesh.pp > 1:
         terms.append(bubble_of_equal_stages(setup, busy))
@@ -65,7 +65,7 @@ def line_terms(setup: Setup, traffic: TrafficFigures, record: Calibration) -> li
         spent = {"pcie_s": 0.0, "disk_s": 0.0}
         spent |= {f"{link}_s": copy_s(setup.cluster, link, sent) for link, sent in copied.items()}
         value = sum(spent.values())
-        terms.append(Term("copies to host and disk", value, value, "time.offload", spent, "s"))
+        terms.append(Term.seconds("copies to host and disk", value, "time.offload", **spent))
     return terms
 
 
@@ -85,12 +85,12 @@ def _waits(traffic: TrafficFigures, record: Calibration) -> list[Term]:
     if not record.bandwidth or not sent:
         return []
     waited, inputs = sent / record.bandwidth, {"bytes": sent, "bandwidth": record.bandwidth}
-    return [Term("communication", waited, waited, "time.waited", inputs, "s")]
+    return [Term.seconds("communication", waited, "time.waited", **inputs)]
 
 
 def _overhead(record: Calibration) -> list[Term]:
     constant = record.overhead_s
-    return [Term("overhead", constant, constant, "time.overhead", {"overhead_s": constant}, "s")] if constant else []
+    return [Term.seconds("overhead", constant, "time.overhead", overhead_s=constant)] if constant else []
 
 
 # -- fitting ---------------------------------------------------------------------------------------------------

@@ -261,11 +261,13 @@ class PipelineRank:
         repeated, gaps = self._each("recompute") / pace, self._each("launch") / pace
         launch = {"gap_s": gaps, "launch_s": launch_seconds(self.setup)}
         return [
-            _term("matrix products", self._sum("matmul"), "time.matmul", pace=pace, **matmul),
-            _term("attention", self._sum("attention"), "time.attention", pace=pace, **self._attention()),
-            _term("memory-bound operations", memory, "time.memory", pace=pace, **moved),
-            _term("recomputation", self._sum("recompute"), "time.recompute", pace=pace, repeated_s=repeated, **counts),
-            _term("kernel launches", self._sum("launch"), "time.launch", pace=pace, **launch, **counts),
+            Term.seconds("matrix products", self._sum("matmul"), "time.matmul", pace=pace, **matmul),
+            Term.seconds("attention", self._sum("attention"), "time.attention", pace=pace, **self._attention()),
+            Term.seconds("memory-bound operations", memory, "time.memory", pace=pace, **moved),
+            Term.seconds(
+                "recomputation", self._sum("recompute"), "time.recompute", pace=pace, repeated_s=repeated, **counts
+            ),
+            Term.seconds("kernel launches", self._sum("launch"), "time.launch", pace=pace, **launch, **counts),
         ]
 
     def _attention(self) -> dict[str, float]:
@@ -288,9 +290,9 @@ class PipelineRank:
         hidden, each = exposure.hidden, waits / self.setup.micro_batches / (counts["layers"] or 1)
         data = {"total_s": exposure.total, "hidden_s": hidden}
         return [
-            _term("tensor, context and expert communication", waits, "time.tensor", waits_s=each, **counts),
-            _term("data-parallel communication", exposure.exposed, "time.data", **data),
-            _term("contention", CONTENTION * hidden, "time.contention", contention=CONTENTION, hidden_s=hidden),
+            Term.seconds("tensor, context and expert communication", waits, "time.tensor", waits_s=each, **counts),
+            Term.seconds("data-parallel communication", exposure.exposed, "time.data", **data),
+            Term.seconds("contention", CONTENTION * hidden, "time.contention", contention=CONTENTION, hidden_s=hidden),
         ]
 
     def _sum(self, part: str) -> float:
@@ -321,7 +323,3 @@ class PipelineRank:
 
 def _added(one: PassSeconds, other: PassSeconds) -> PassSeconds:
     return PassSeconds(one.forward + other.forward, one.backward + other.backward)
-
-
-def _term(name: str, value: float, formula: str, **inputs: float) -> Term:
-    return Term(name, value, value, formula, inputs, "s")

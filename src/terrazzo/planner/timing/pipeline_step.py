@@ -101,7 +101,7 @@ class PipelineStep:
         played_s, with_messages_s = (ends[self._slowest_at] for ends in (self._ends_with(0.0), self._ends))
         sent_s = max(0.0, with_messages_s - played_s)
         inputs = {"with_messages_s": with_messages_s, "played_s": played_s, "send_s": self._send_s}
-        sent = Term("pipeline communication", sent_s, sent_s, "time.send", inputs, "s")
+        sent = Term.seconds("pipeline communication", sent_s, "time.send", **inputs)
         return [sent, _bubble(self.setup, self.slowest.busy_s, played_s)]
 
     @property

@@ -54,11 +54,13 @@ class RankUpdate:
         rows = [(unit, count, own, trained_unit(unit, own).optim_numel) for unit, count, own in self._units]
         here = sum(count * owned for _, count, placement, owned in rows if placement.tiers.optim == "device")
         moved, bandwidth = optimizer_bytes(self.setup, here, self._whole), memory_rate(self.setup.cluster.device)
-        terms = [_term("optimizer step", moved / bandwidth, "time.optimizer", bytes=moved, bandwidth=bandwidth)]
+        terms = [Term.seconds("optimizer step", moved / bandwidth, "time.optimizer", bytes=moved, bandwidth=bandwidth)]
         if flops := self._matrices.flops:
             rate = self._orthogonal_rate
             terms.append(
-                _term("Newton-Schulz iterations", self._pace * flops / rate, "time.matrices", flops=flops, rate=rate)
+                Term.seconds(
+                    "Newton-Schulz iterations", self._pace * flops / rate, "time.matrices", flops=flops, rate=rate
+                )
             )
         if all(placement.tiers == ON_DEVICE for _, _, placement, _ in rows):
             return terms
@@ -108,10 +110,6 @@ class RankUpdate:
             "pcie_s": sum(each.pcie_s for each in updates),
             "disk_s": sum(each.disk_s for each in updates),
         }
-        return _term(
+        return Term.seconds(
             "update of offloaded states", exposed, "time.host", total_s=total, hidden_s=total - exposed, **parts
         )
-
-
-def _term(name: str, value: float, formula: str, **inputs: float) -> Term:
-    return Term(name, value, value, formula, inputs, "s")
