@@ -235,6 +235,7 @@ def test_a_misshapen_value_is_told_wherever_it_stands(name: str, turns: int) -> 
         ("lightning", {"strategy": "fsdp", "precision": {"a": {"b": 1}}}, "precision.a.b", "expected one of 16-true"),
         ("lightning", {"callbacks": {**CHECKPOINTS, "init_args": [1]}}, "callbacks", "[1], expected its arguments"),
         ("torchtitan", {"training": {"steps": {"a": 1}}}, "training.steps.a", "expected a whole number"),
+        ("trainer", {"max_steps": {"a": 1}}, "max_steps.a", "expected a whole number"),
         ("fsdp1", {"cpu_offload": {"offload": True}}, "cpu_offload.offload", "no such key"),
     ],
 )

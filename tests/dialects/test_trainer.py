@@ -17,7 +17,8 @@ import torch
 import terrazzo as tz
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.core.keys import matches
-from terrazzo.dialects.formats.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS, FSDP_VERSION_1
+from terrazzo.dialects.formats.trainer.keys import DISTRIBUTED, FIELDS, FSDP_KEYS, FSDP_VERSION_1
+from terrazzo.dialects.formats.trainer.keys_earlier import ALIASES
 from terrazzo.dialects.registry import dialect
 from tests.dialects.peers import (
     assert_agrees_or_says,
@@ -620,6 +621,7 @@ def test_what_a_schedule_of_theirs_raises_at_is_an_error(name: str, options: dic
         ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "linear"}, {"warmup_type": "cosine"}),
         ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "linear"}, {"num_stable_steps": 2}),
         ("polynomial", {"lr_end": 0.1, "power": 1.0}, {"power": 2.0}),
+        ("polynomial", {}, {"power": 2.0}),
         ("cosine", {}, {"num_cycles": 2}),
     ],
 )

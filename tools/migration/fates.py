@@ -17,7 +17,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, 
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.keys import Key
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES
-from terrazzo.dialects.formats.trainer.keys import ALIASES as FIELDS_OF_BEFORE
+from terrazzo.dialects.formats.trainer.keys_earlier import ALIASES as FIELDS_OF_BEFORE
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.understand import read_document

@@ -9,9 +9,9 @@ from __future__ import annotations
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
 from terrazzo.dialects.core.keys import meaning_of
 from terrazzo.dialects.formats.trainer.findings import findings
-from terrazzo.dialects.formats.trainer.keys import ALIASES, FIELDS, GONE, KEYS, RENAMED
+from terrazzo.dialects.formats.trainer.keys import FIELDS, KEYS
+from terrazzo.dialects.formats.trainer.keys_earlier import ALIASES, GONE, RENAMED, canonical_key
 from terrazzo.dialects.formats.trainer.read import read
-from terrazzo.dialects.formats.trainer.trainer_reader import canonical_key
 from terrazzo.dialects.formats.trainer.write import write
 
 __all__ = ["DIALECT"]

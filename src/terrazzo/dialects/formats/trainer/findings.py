@@ -11,8 +11,10 @@ from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, Rea
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings, resolve_auto
 from terrazzo.dialects.formats.shared.accelerate_stack import AXES, axis_faults
-from terrazzo.dialects.formats.trainer.keys import GONE, MATCHED, POLYNOMIAL_END, RENAMED
-from terrazzo.dialects.formats.trainer.trainer_reader import completed, default_of
+from terrazzo.dialects.formats.trainer.deepspeed_inside import completed
+from terrazzo.dialects.formats.trainer.keys import MATCHED, POLYNOMIAL_END
+from terrazzo.dialects.formats.trainer.keys_earlier import GONE, RENAMED
+from terrazzo.dialects.formats.trainer.trainer_reader import default_of
 from terrazzo.documents.dotted_keys import flatten
 
 __all__ = ["findings"]

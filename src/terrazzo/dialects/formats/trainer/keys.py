@@ -1,16 +1,17 @@
-"""The fields of Hugging Face's TrainingArguments (transformers 5.23), and what became of those of earlier versions."""
+"""The fields of Hugging Face's TrainingArguments (transformers 5.23)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, TEXT, Key, Rows, choice, integer, number, section
+from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, TEXT, Key, Rows, Type, choice, integer, number, section
 from terrazzo.dialects.formats.shared.accelerate_stack import AXES
 from terrazzo.dialects.formats.shared.fsdp_words import VERSION
 from terrazzo.dialects.formats.shared.trainer_defaults import TRAINER_DEFAULTS
+from terrazzo.dialects.formats.trainer.keys_earlier import ALIASES, GONE, RENAMED
 
 __all__ = [
-    "ALIASES",
     "AT_ONCE",
     "BETA3",
     "DECAY_SHAPES",
@@ -19,14 +20,12 @@ __all__ = [
     "FIELDS",
     "FSDP_KEYS",
     "FSDP_VERSION_1",
-    "GONE",
     "KEYS",
     "MATCHED",
     "MISNAMED",
     "OPTIMIZERS",
     "OWN_SCHEDULES",
     "POLYNOMIAL_END",
-    "RENAMED",
 ]
 
 OPTIMIZERS = {
@@ -75,13 +74,21 @@ _STATE = choice({"full_state_dict": "full", "sharded_state_dict": "sharded", "lo
 _POLICY = choice({name.lower(): name for name in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")})
 _PREFETCH = choice({"no_prefetch": 0, "backward_pre": 1, "backward_post": 0})
 
+
+def _steps(value: Any) -> Any:
+    """Steps of a run; None where its length is counted in passes over the data."""
+    steps = integer(-1).parse(value)
+    return None if steps in (-1, 0) else steps
+
+
+_STEPS = Type("a whole number from 1, or -1", _steps)
 _FIELDS: Rows = {
     "output_dir": Key(TEXT, None, "folder of checkpoints"),
     "per_device_train_batch_size": Key(
         integer(1), TRAINER_DEFAULTS["per_device_train_batch_size"], "sequences per forward pass on one rank"
     ),
     "num_train_epochs": Key(number(), 3.0, "length of the run in passes over the data"),
-    "max_steps": Key(integer(1), -1, "length of the run in optimizer steps; -1: by num_train_epochs"),
+    "max_steps": Key(_STEPS, -1, "length of the run in optimizer steps; -1: by num_train_epochs"),
     "learning_rate": Key(number(), TRAINER_DEFAULTS["learning_rate"], "peak learning rate"),
     "lr_scheduler_type": Key(choice(SCHEDULES, fold=False), "linear", "learning rate over the run"),
     "lr_scheduler_kwargs": Key(ANY, None, "further arguments of the schedule"),
@@ -207,64 +214,6 @@ _HARMLESS: Rows = {
 }
 FIELDS = {**section("", _FIELDS, "lossy"), **section("", _HARMLESS, "harmless")}
 """All fields. Without the harmless ones the run ends with the same weights."""
-
-ALIASES = {
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
-"""Fields under an older name that still works."""
-RENAMED = {
-    "evaluation_strategy": "eval_strategy",
-    "no_cuda": "use_cpu",
-    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "push_to_hub_model_id": "hub_model_id",
-    "push_to_hub_token": "hub_token",
-    "torchdynamo": "torch_compile_backend",
-    "warmup_ratio": "warmup_steps",
-}
-"""Fields of transformers 5 by the name that transformers 4 had for them, and at which 5 raises."""
-
-_INSIDE = "say it in {}"
-GONE = {
-    **section(
-        "",
-        {
-            "fp16_opt_level": ("O1", "level of apex"),
-            "include_tokens_per_second": (False, "log a rate"),
-            "jit_mode_eval": (False, "evaluate a compiled model"),
-            "logging_dir": (None, "folder of logs"),
-            "mp_parameters": ("", "for SageMaker"),
-            "overwrite_output_dir": (False, "write into a folder that is not empty"),
-            "past_index": (-1, "evaluation with a memory"),
-            "ray_scope": ("last", "for Ray"),
-            "save_safetensors": (True, "format of saved weights"),
-            "tpu_num_cores": (None, "for TPUs"),
-            "use_ipex": (False, "Intel's extension"),
-            "use_legacy_prediction_loop": (False, "older evaluation"),
-            "use_mps_device": (False, "Apple's GPU"),
-        },
-        "harmless",
-        "what is trained is the same",
-    ),
-    "adafactor": Key(BOOLEAN, False, "optimizer Adafactor", "refused", "say optim: adafactor"),
-    "dispatch_batches": Key(ANY, None, "rank 0 loads for all", "refused", _INSIDE.format("accelerator_config")),
-    "fp16_backend": Key(ANY, "auto", "apex or torch", "refused", "there is one backend: remove it"),
-    "fsdp_min_num_params": Key(ANY, 0, "smallest unit", "refused", _INSIDE.format("fsdp_config: min_num_params")),
-    "fsdp_transformer_layer_cls_to_wrap": Key(
-        ANY, None, "class of the units", "refused", _INSIDE.format("fsdp_config: transformer_layer_cls_to_wrap")
-    ),
-    "group_by_length": Key(
-        BOOLEAN,
-        False,
-        "sequences of like lengths in a batch",
-        "refused",
-        "say train_sampling_strategy: group_by_length",
-    ),
-    "half_precision_backend": Key(ANY, "auto", "apex or torch", "refused", "there is one backend: remove it"),
-    "split_batches": Key(ANY, None, "a batch is that of all ranks", "refused", _INSIDE.format("accelerator_config")),
-}
-"""Rows of fields of transformers 4 that transformers 5 has no longer."""
 
 FSDP_KEYS = {
     "version": Key(VERSION, 2, "1: FullyShardedDataParallel, 2: fully_shard"),

@@ -101,6 +101,13 @@ class _ScheduleOptions:
         self._read.add(name)
         return Setting(value, "file", "lr_scheduler_kwargs")
 
+    def is_number(self, name: str, default: float) -> bool:
+        """Whether it is the default, which then says nothing more; of another number nothing has been read."""
+        if self.given.get(name) is None or number(-math.inf).parse(self.given[name]) == default:
+            self._read.add(name)
+            return True
+        return False
+
     def word(self, name: str, default: str) -> Setting[str]:
         """One of them as text; the default where it is not given."""
         self._read.add(name)
@@ -124,7 +131,7 @@ def _shape(reader: TrainerReader, word: str, options: _ScheduleOptions) -> Setti
             return {final: options.number("min_lr_rate", 0.0)}
         lowest = options.number("min_lr", 0.0)
         return {final: Setting(lowest.value / peak, lowest.origin, lowest.key)}
-    if word == "polynomial" and options.number("power", 1.0).value == 1.0:
+    if word == "polynomial" and options.is_number("power", 1.0):
         end = options.number("lr_end", POLYNOMIAL_END)
         line = Setting("linear", "file", "lr_scheduler_type")
         return {"schedule.name": line, final: Setting(end.value / peak, end.origin, end.key)}
@@ -160,21 +167,17 @@ def _warmup(reader: TrainerReader, word: str) -> SettingsByPath:
 
 def _length(reader: TrainerReader) -> SettingsByPath:
     """The length of the run. By passes over the data, nobody knows it in steps."""
-    steps = number(-math.inf).parse(reader.raw("max_steps", -1))
-    by_epochs = steps is MISSING or steps <= 0
-    if steps in (-1, 0):
+    total = reader.take("max_steps")
+    if total.value is None and total.origin == "file":
         reader.keep("max_steps", "the run is as long as num_train_epochs says", loss="harmless")
-        total = Setting(None, "default")
-    else:
-        total = reader.take("max_steps")
     if "num_train_epochs" in reader.flat:
         reader.take("num_train_epochs")
-        if by_epochs:
+        if total.value is None:
             why = "the length of the run is counted in passes over the data: set the number of steps"
             reader.keep("num_train_epochs", why)
         else:
             reader.keep("num_train_epochs", "max_steps decides", loss="harmless")
-    return only_from_file({"schedule.total_steps": total})
+    return only_from_file({"schedule.total_steps": total}) if total.value else {}
 
 
 # -- clipping, compile, saving -------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from terrazzo.dialects.formats.shared.accelerate_stack import read_axes
 from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, NUMBERED, STRATEGIES, offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID, row_settings
 from terrazzo.dialects.formats.trainer.keys import FSDP_VERSION_1
-from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader, is_before
+from terrazzo.dialects.formats.trainer.keys_earlier import is_before
+from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader
 
 __all__ = ["read_parallel", "stack_of"]
 

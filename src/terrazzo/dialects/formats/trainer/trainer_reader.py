@@ -1,4 +1,4 @@
-"""TrainingArguments on their way in: older spellings, the files that they name, and the DeepSpeed document inside."""
+"""TrainingArguments on their way in: older spellings, the file of `fsdp_config`, the DeepSpeed document inside."""
 
 from __future__ import annotations
 
@@ -10,70 +10,24 @@ from terrazzo.dialects.core.description import Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.formats.nested import DEEPSPEED, Nested, load_named, merge, read_nested
-from terrazzo.dialects.formats.trainer.keys import ALIASES, FIELDS, FSDP_KEYS, GONE, KEYS, MISNAMED, RENAMED
+from terrazzo.dialects.formats.nested import Nested, load_named, merge
+from terrazzo.dialects.formats.trainer.deepspeed_inside import read_completed
+from terrazzo.dialects.formats.trainer.keys import FIELDS, FSDP_KEYS, KEYS, MISNAMED
+from terrazzo.dialects.formats.trainer.keys_earlier import GONE, MOVED, PREFIX, RENAMED, canonical_key, is_before
 from terrazzo.documents.dotted_keys import flatten, without
 from terrazzo.messages import did_you_mean
 
-__all__ = ["TrainerReader", "canonical_key", "completed", "default_of", "is_before"]
+__all__ = ["TrainerReader", "default_of"]
 
 _OPAQUE: tuple[str, ...] = ("lr_scheduler_kwargs", "fsdp_config.xla_fsdp_settings", "parallelism_config.tp_handler")
 _OPAQUE += ("parallelism_config.cp_handler", "parallelism_config.sp_handler", "distributed_config.fsdp_plan")
 _OPAQUE += ("distributed_config.tp_plan", "distributed_config.ep_plan")
-_PREFIX = "fsdp_config.fsdp_"
-_TODAY = ALIASES | RENAMED
-_LAST = "5.23.0"
-"""The release of transformers that the reader was held against."""
-_MOVED: Mapping[str, tuple[tuple[int, int, int], Any]] = {
-    "average_tokens_across_devices": ((4, 54, 0), False),
-    "fsdp_config.version": ((5, 10, 0), 1),
-}
-"""Defaults that were others: the first release of today's, and what held before."""
-
-
-def is_before(release: tuple[int, int, int], context: ReadingContext) -> bool:
-    """Whether the document is for an earlier release of transformers."""
-    return context.version("transformers", _LAST) < release
 
 
 def default_of(key: str, context: ReadingContext) -> Any:
     """The default of a key in the context's release."""
-    since, before = _MOVED.get(key, ((0, 0, 0), None))
+    since, before = MOVED.get(key, ((0, 0, 0), None))
     return before if is_before(since, context) else KEYS[key].neutral
-
-
-def canonical_key(key: str) -> str:
-    """A key under the name that is used now."""
-    if key.startswith(_PREFIX):
-        return f"fsdp_config.{key.removeprefix(_PREFIX)}"
-    head, dot, rest = key.partition(".")
-    return f"{_TODAY.get(head, head)}{dot}{rest}"
-
-
-def completed(document: ConfigDocument, fields: Mapping[str, Any]) -> tuple[ConfigDocument, str]:
-    """A DeepSpeed document as it is handed on, and the section that it got: Accelerate's plugin switches on, where the
-    document has no such section, the type of 16 bits that TrainingArguments ask for.
-    """
-    low = next((name for name in ("fp16", "bf16") if fields.get(name) is True), "")
-    if not low or low in document:
-        return document, ""
-    return {**document, low: {"enabled": True}}, low
-
-
-def _read_completed(document: ConfigDocument, context: ReadingContext, file: Any = None) -> Nested:
-    """The DeepSpeed document, read as it is handed on; what a field has added to it is said by that field alone."""
-    whole, field = completed(document, context.trainer)
-    nested = read_nested(DEEPSPEED, whole, context, "deepspeed", file=file)
-    if not field:
-        return nested
-    inner, added = nested.inner.description, f"deepspeed.{field}"
-    settings = dict(nested.settings)
-    for path in [path for path in settings if f"{field}.enabled" in inner[path].keys]:
-        others = [key for key in settings[path].keys if file is None and not key.startswith(f"{added}.")]
-        settings[path] = replace(settings[path], key=", ".join((field, *others)))
-    verdicts = tuple(verdict for verdict in nested.verdicts if not verdict.key.startswith(f"{added}."))
-    extras = tuple(extra for extra in nested.extras if not extra.key.startswith(f"{added}."))
-    return replace(nested, settings=settings, verdicts=verdicts, extras=extras)
 
 
 class TrainerReader(Reader):
@@ -106,7 +60,7 @@ class TrainerReader(Reader):
         """The one with a prefix, or the newer field if it is set; of two for the warm-up the one that asks for any."""
         if name == "warmup_steps":
             return next((key for key in sorted(keys, key=name.__ne__) if self.flat[key] not in (None, 0)), keys[-1])
-        prefixed = [key for key in keys if key.startswith(_PREFIX)]
+        prefixed = [key for key in keys if key.startswith(PREFIX)]
         present = [key for key in keys if self.flat[key] is not None] or keys
         return prefixed[0] if prefixed else name if name in present else present[0]
 
@@ -114,7 +68,7 @@ class TrainerReader(Reader):
         value = document["deepspeed"]
         context = replace(self.context, trainer={**self._fields(), **dict(self.context.trainer)})
         if isinstance(value, Mapping) and value:
-            self.nested = _read_completed(value, context)
+            self.nested = read_completed(value, context)
             return
         self.flat["deepspeed"] = value
         if not value:
@@ -124,7 +78,7 @@ class TrainerReader(Reader):
         if fault:
             self.refuse("deepspeed", fault)
         else:
-            self.nested = _read_completed(inner, context, value)
+            self.nested = read_completed(inner, context, value)
             self.mark("deepspeed", "applied")
 
     def _fields(self) -> dict[str, Any]:
