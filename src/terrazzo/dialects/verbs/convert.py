@@ -104,7 +104,17 @@ def _by_default(source: Dialect, reading: Reading, target: Dialect) -> Iterable[
 
 
 class _Fates:
-    """What became of keys and settings."""
+    """What became of keys and settings.
+
+    A key's fate is that of its settings, by their paths. Of `{"max_grad_norm": 0.5}`, the Trainer's, in Terrazzo:
+
+        reading   max_grad_norm is `applied`, and the setting training.clip has it as its key
+        writing   training.clip is `applied`, and train.clip is the key that says it
+        read back training.clip is 0.5 there as well; else it were `lossy`, whatever the writer says
+        fate      max_grad_norm is `renamed`, to train.clip
+
+    Settings without a key of the source are `unsaid` where they are lost, and `added` where the target alone has them.
+    """
 
     def __init__(
         self, before: Description, read_back: Reading, writing: Writing, target: Dialect, faults: Iterable[Finding]

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 
 from terrazzo.dialects.core.keys import ANY, BOOLEAN, TEXT, Key, Rows, Type, choice, integer, number, section
 from terrazzo.dialects.formats.shared.deepspeed_words import DEVICE
-from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, VERSION
+from terrazzo.dialects.formats.shared.fsdp_arguments import MIN_NUMEL
 from terrazzo.dialects.formats.shared.fsdp_words import STRATEGIES as FSDP_STRATEGIES
+from terrazzo.dialects.formats.shared.fsdp_words import VERSION
 
 __all__ = ["GHOSTS", "KEYS", "SECTIONS", "STRATEGIES", "TOP", "TYPES", "canonical_key"]
 

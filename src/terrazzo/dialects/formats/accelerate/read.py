@@ -14,7 +14,7 @@ from terrazzo.dialects.formats.accelerate.read_deepspeed import read_deepspeed
 from terrazzo.dialects.formats.accelerate.read_fsdp import VERSION, read_fsdp
 from terrazzo.dialects.formats.shared.accelerate_dtypes import stack_precision, under_fp8
 from terrazzo.dialects.formats.shared.accelerate_stack import read_axes
-from terrazzo.dialects.formats.shared.fsdp_words import offload
+from terrazzo.dialects.formats.shared.fsdp_arguments import offload
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
 __all__ = ["read"]

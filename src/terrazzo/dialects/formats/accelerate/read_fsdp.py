@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateReader
-from terrazzo.dialects.formats.shared.fsdp_words import offload
+from terrazzo.dialects.formats.shared.fsdp_arguments import offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID, ONE_GROUP, in_one_group, row_settings
 
 __all__ = ["VERSION", "read_fsdp"]

@@ -11,7 +11,7 @@ from terrazzo.dialects.formats.accelerate.keys import KEYS
 from terrazzo.dialects.formats.accelerate.write_deepspeed import write_deepspeed
 from terrazzo.dialects.formats.accelerate.write_fsdp import write_fsdp
 from terrazzo.dialects.formats.accelerate.write_replicas import write_replicas
-from terrazzo.dialects.formats.shared.fsdp_words import leave_to_loop
+from terrazzo.dialects.formats.shared.fsdp_arguments import leave_to_loop
 from terrazzo.dialects.formats.shared.plan_rows import is_split
 
 __all__ = ["write"]

@@ -9,7 +9,7 @@ from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.accelerate.keys import STRATEGIES
 from terrazzo.dialects.formats.shared.accelerate_dtypes import under_fp8, write_stack_precision
-from terrazzo.dialects.formats.shared.fsdp_words import bare_classes, write_offload
+from terrazzo.dialects.formats.shared.fsdp_arguments import bare_classes, write_offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, one_axis, shard_ranks
 
 __all__ = ["write_fsdp"]

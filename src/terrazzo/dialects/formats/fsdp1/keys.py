@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.keys import ANY, BOOLEAN, Key, choice, integer
-from terrazzo.dialects.formats.shared.fsdp_words import DTYPE, STRATEGIES, WRAP_KEYS
+from terrazzo.dialects.formats.shared.fsdp_arguments import WRAP_KEYS
+from terrazzo.dialects.formats.shared.fsdp_words import DTYPE, STRATEGIES
 
 __all__ = ["KEYS"]
 

@@ -8,16 +8,9 @@ from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.fsdp1.keys import KEYS
-from terrazzo.dialects.formats.shared.fsdp_policy import dtype_or, keep_casts, load_dtype
-from terrazzo.dialects.formats.shared.fsdp_words import (
-    ROW_NAMES,
-    canonical,
-    dtype,
-    mesh_sizes,
-    offload,
-    uniform,
-    wrap_policy,
-)
+from terrazzo.dialects.formats.shared.fsdp_arguments import mesh_sizes, offload, wrap_policy
+from terrazzo.dialects.formats.shared.fsdp_policy import dtype, dtype_or, keep_casts, load_dtype, uniform
+from terrazzo.dialects.formats.shared.fsdp_words import ROW_NAMES, canonical
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, ONE_GROUP, in_one_group, row_settings
 
 __all__ = ["read"]

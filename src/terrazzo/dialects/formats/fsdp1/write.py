@@ -7,8 +7,9 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES
 from terrazzo.dialects.formats.fsdp1.keys import KEYS
+from terrazzo.dialects.formats.shared.fsdp_arguments import leave_to_loop, write_offload, write_wrap_policy
 from terrazzo.dialects.formats.shared.fsdp_policy import FSDP1_POLICY, write_policy
-from terrazzo.dialects.formats.shared.fsdp_words import ROW_NAMES, leave_to_loop, write_offload, write_wrap_policy
+from terrazzo.dialects.formats.shared.fsdp_words import ROW_NAMES
 from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, shard_ranks
 

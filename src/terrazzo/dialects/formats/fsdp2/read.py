@@ -9,8 +9,9 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, 
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.fsdp2.keys import KEYS
 from terrazzo.dialects.formats.fsdp2.read_mesh import read_mesh
-from terrazzo.dialects.formats.shared.fsdp_policy import dtype_of_sums, dtype_or, keep_casts, load_dtype
-from terrazzo.dialects.formats.shared.fsdp_words import canonical, dtype, offload, uniform
+from terrazzo.dialects.formats.shared.fsdp_arguments import offload
+from terrazzo.dialects.formats.shared.fsdp_policy import dtype, dtype_of_sums, dtype_or, keep_casts, load_dtype, uniform
+from terrazzo.dialects.formats.shared.fsdp_words import canonical
 
 __all__ = ["read"]
 

@@ -16,7 +16,7 @@ from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.keys import integer
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.fsdp2.keys import MESH_ORDER
-from terrazzo.dialects.formats.shared.fsdp_words import mesh_sizes
+from terrazzo.dialects.formats.shared.fsdp_arguments import mesh_sizes
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
 __all__ = ["product", "read_mesh"]

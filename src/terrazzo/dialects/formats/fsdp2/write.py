@@ -7,8 +7,8 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.fsdp2.keys import KEYS
 from terrazzo.dialects.formats.fsdp2.write_mesh import write_sharding
+from terrazzo.dialects.formats.shared.fsdp_arguments import leave_to_loop, write_offload
 from terrazzo.dialects.formats.shared.fsdp_policy import FSDP2_POLICY, write_policy
-from terrazzo.dialects.formats.shared.fsdp_words import leave_to_loop, write_offload
 
 __all__ = ["write"]
 

@@ -14,7 +14,7 @@ from terrazzo.dialects.formats.lightning.deepspeed_document import FP16, DeepSpe
 from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, DDP_CLASSES, DEEPSPEED_STRATEGY, SHARED
 from terrazzo.dialects.formats.lightning.trainer_arguments import Strategy, TrainerArguments
 from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, merge, read_nested
-from terrazzo.dialects.formats.shared.fsdp_words import offload
+from terrazzo.dialects.formats.shared.fsdp_arguments import offload
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
 __all__ = ["StrategyReading", "read_strategy"]

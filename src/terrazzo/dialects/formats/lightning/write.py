@@ -9,7 +9,7 @@ from terrazzo.dialects.formats.lightning.keys import KEYS
 from terrazzo.dialects.formats.lightning.write_deepspeed import write_deepspeed
 from terrazzo.dialects.formats.lightning.write_loop import write_loop, write_optimizer, write_schedule
 from terrazzo.dialects.formats.lightning.write_strategy import write_ddp, write_fsdp
-from terrazzo.dialects.formats.shared.fsdp_words import wants_deepspeed
+from terrazzo.dialects.formats.shared.fsdp_arguments import wants_deepspeed
 from terrazzo.dialects.formats.shared.launcher import write_ranks
 from terrazzo.dialects.formats.shared.plan_rows import is_split
 

@@ -7,7 +7,8 @@ class_defaults     what an optimizer's class takes where nothing is said
 saving_words       a folder in place of one state dict
 schedule_words     a warm-up in steps, and what it means that rates lag behind
 tiers              what offload asks for, to a library with one tier for each state
-fsdp_words         torch's names of dtypes and strategies, units, meshes and offload
+fsdp_words         torch's names of dtypes and strategies
+fsdp_arguments     units, meshes and offload, as FSDP's arguments say them
 fsdp_policy        mixed precision as torch's two policies have it
 deepspeed_words    stages and offload, for DeepSpeed's own document and Accelerate's keys for it
 trainer_defaults   what TrainingArguments have where they are not given, also for "auto" in DeepSpeed's

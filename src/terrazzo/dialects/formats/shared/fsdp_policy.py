@@ -9,21 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.dialects.core.description import LOADED, Description, Setting
+from terrazzo.dialects.core.description import LOADED, Description, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.formats.shared.fsdp_words import TORCH_DTYPES, TORCH_NAMES
+from terrazzo.dialects.formats.shared.fsdp_words import TORCH_DTYPES, TORCH_NAMES, canonical
 
 __all__ = [
     "FSDP1_POLICY",
     "FSDP2_POLICY",
     "Policy",
+    "dtype",
     "dtype_of_sums",
     "dtype_or",
     "keep_casts",
     "load_dtype",
     "narrow_sums",
+    "uniform",
     "write_policy",
 ]
 
@@ -54,6 +56,18 @@ def load_dtype(context: ReadingContext, mixed: bool) -> str:
     if context.load_dtype is not None:
         return TORCH_DTYPES.get(context.load_dtype.lower(), LOADED)
     return "fp32" if mixed else LOADED
+
+
+def uniform(kind: str, *states: str) -> SettingsByPath:
+    """One dtype for each of some states, by default."""
+    return {f"precision.{state}": Setting(kind, "default") for state in states}
+
+
+def dtype(reader: Reader, key: str) -> Setting[Any]:
+    """A dtype by any of its names; None where none is given."""
+    setting = reader.take(key)
+    name = TORCH_NAMES.get(setting.value)
+    return setting if reader.raw(key) == f"torch.{name}" else canonical(reader, key, setting, name)
 
 
 def dtype_or(dtype: Setting[Any], *fallbacks: Setting[Any] | str) -> Setting[Any]:

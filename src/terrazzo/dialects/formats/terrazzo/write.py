@@ -9,7 +9,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, degrees, ranks_left, ranks_needed
 from terrazzo.dialects.core.wording import as_text
 from terrazzo.dialects.formats.shared.batch_words import ACCUMULATION_FOLLOWS, size_follows
-from terrazzo.dialects.formats.shared.fsdp_words import bare_classes
+from terrazzo.dialects.formats.shared.fsdp_arguments import bare_classes
 from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
 from terrazzo.dialects.formats.shared.saving_words import write_folder
 from terrazzo.dialects.formats.shared.schedule_words import warmup_steps, write_lags
@@ -154,7 +154,7 @@ def _units(draft: TerrazzoDraft) -> None:
     elif policy == "none":
         draft.put("units.policy", "plan.units", [], "the whole model is one unit")
     elif policy == "min_numel":
-        draft.lossy(["units.policy", "units.min_numel"], "units are found by themselves: the model's repeated block")
+        draft.lossy(["units.policy", "units.min_numel"], "units are found by themselves: the model's repeated blocks")
     else:
         draft.implied(["units.policy", "units.min_numel", "units.classes"])
     if draft.value("units.ignored"):

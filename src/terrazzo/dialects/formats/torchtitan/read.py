@@ -12,7 +12,7 @@ from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import Reader, derived, only_from_file
 from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.shared.class_defaults import class_defaults
-from terrazzo.dialects.formats.shared.fsdp_words import offload
+from terrazzo.dialects.formats.shared.fsdp_arguments import offload
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
 from terrazzo.dialects.formats.torchtitan.keys import (
     DEGREES,

@@ -7,7 +7,8 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left, ranks_needed
 from terrazzo.dialects.formats.shared.batch_words import ACCUMULATION_FOLLOWS, size_follows
-from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, write_offload
+from terrazzo.dialects.formats.shared.fsdp_arguments import write_offload
+from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES
 from terrazzo.dialects.formats.shared.saving_words import write_folder
 from terrazzo.dialects.formats.shared.schedule_words import warmup_steps, write_lags
 from terrazzo.dialects.formats.torchtitan.keys import DECAY_SHAPES, KEYS, LOCAL_BATCH, PIPELINED_BATCH

@@ -9,7 +9,8 @@ from terrazzo.dialects.core.keys import BOOLEAN, choice
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.shared.accelerate_stack import read_axes
-from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, NUMBERED, STRATEGIES, offload
+from terrazzo.dialects.formats.shared.fsdp_arguments import MIN_NUMEL, offload
+from terrazzo.dialects.formats.shared.fsdp_words import NUMBERED, STRATEGIES
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID, row_settings
 from terrazzo.dialects.formats.trainer.keys import FSDP_VERSION_1
 from terrazzo.dialects.formats.trainer.keys_earlier import is_before

@@ -14,7 +14,7 @@ from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.nested import DEEPSPEED, joined
-from terrazzo.dialects.formats.shared.fsdp_words import wants_deepspeed
+from terrazzo.dialects.formats.shared.fsdp_arguments import wants_deepspeed
 from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
 from terrazzo.dialects.formats.shared.plan_rows import is_split
 from terrazzo.dialects.formats.trainer.keys import KEYS, MATCHED

@@ -13,7 +13,7 @@ from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.shared.accelerate_dtypes import write_stack_precision
 from terrazzo.dialects.formats.shared.accelerate_stack import write_replica_axes
-from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, bare_classes, write_offload
+from terrazzo.dialects.formats.shared.fsdp_arguments import MIN_NUMEL, bare_classes, write_offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, one_axis, shard_ranks
 from terrazzo.dialects.formats.shared.saving_words import write_folder
 
