@@ -9,7 +9,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, 
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.fsdp1.keys import KEYS
 from terrazzo.dialects.formats.shared.fsdp_arguments import mesh_sizes, offload, wrap_policy
-from terrazzo.dialects.formats.shared.fsdp_policy import dtype, dtype_or, keep_casts, load_dtype, uniform
+from terrazzo.dialects.formats.shared.fsdp_policy import dtype, dtype_or, keep_casts, load_dtype, policy_row
 from terrazzo.dialects.formats.shared.fsdp_words import ROW_NAMES, canonical
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, ONE_GROUP, in_one_group, row_settings
 
@@ -79,11 +79,10 @@ def _precision(reader: Reader, context: ReadingContext) -> SettingsByPath:
     keep_casts(reader, f"{section}.cast_forward_inputs", f"{section}.cast_root_forward_inputs")
     ignored = f"{section}._module_classes_to_ignore"
     reader.keep(ignored, KEYS[ignored].why)
+    row = policy_row(base, compute, reduce, deferred=bool(low.value))
     return {
-        **uniform(base, "weight", "master", "moments", "saved"),
-        "precision.compute": compute,
-        "precision.reduce": reduce,
-        "precision.accumulate": derived(reduce.value if low.value else base, low, origin=low.origin),
+        **row,
+        "precision.accumulate": derived(row["precision.accumulate"].value, low, origin=low.origin),
         "precision.buffers": dtype_or(words["buffer"], load_dtype(context, False)),
     }
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.dialects.core.description import LOADED, Setting, SettingsByPath
+from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.fsdp2.keys import KEYS
 from terrazzo.dialects.formats.fsdp2.read_mesh import read_mesh
 from terrazzo.dialects.formats.shared.fsdp_arguments import offload
-from terrazzo.dialects.formats.shared.fsdp_policy import dtype, dtype_of_sums, dtype_or, keep_casts, load_dtype, uniform
+from terrazzo.dialects.formats.shared.fsdp_policy import dtype, dtype_or, keep_casts, load_dtype, policy_row
 from terrazzo.dialects.formats.shared.fsdp_words import canonical
 
 __all__ = ["read"]
@@ -62,15 +62,8 @@ def _precision(reader: Reader, context: ReadingContext) -> SettingsByPath:
         reader.mark("mp_policy.reduce_dtype", "defaulted", why)
     keep_casts(reader, "mp_policy.cast_forward_inputs")
     deferred = reader.raw("set_requires_gradient_sync") is False
-    settings = {
-        **uniform(base, "weight", "master", "moments", "saved"),
-        "precision.compute": compute,
-        "precision.reduce": reduce,
-        "precision.accumulate": Setting(dtype_of_sums(base, reduce.value, deferred=deferred), "default"),
-        "precision.buffers": Setting(LOADED, "default"),
-        "precision.autocast": Setting(False, "default"),
-    }
-    return {**settings, "precision.output": words["output"]} if words["output"].value else settings
+    row = {**policy_row(base, compute, reduce, deferred=deferred), "precision.autocast": Setting(False, "default")}
+    return {**row, "precision.output": words["output"]} if words["output"].value else row
 
 
 def _offload(reader: Reader) -> SettingsByPath:

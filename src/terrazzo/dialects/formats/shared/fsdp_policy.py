@@ -25,7 +25,7 @@ __all__ = [
     "keep_casts",
     "load_dtype",
     "narrow_sums",
-    "uniform",
+    "policy_row",
     "write_policy",
 ]
 
@@ -51,16 +51,15 @@ FSDP1_POLICY = Policy("FSDP1", "mixed_precision", ("buffers", "buffer_dtype"), "
 FSDP2_POLICY = Policy("FSDP2", "mp_policy", ("output", "output_dtype"), "torch.amp.GradScaler")
 
 
+_ONE_COPY = ("weight", "master", "moments", "saved")
+"""States that are the one copy of the parameters, or have its dtype."""
+
+
 def load_dtype(context: ReadingContext, mixed: bool) -> str:
     """The dtype in which the parameters are kept: as told, else fp32 under a policy, as new modules are."""
     if context.load_dtype is not None:
         return TORCH_DTYPES.get(context.load_dtype.lower(), LOADED)
     return "fp32" if mixed else LOADED
-
-
-def uniform(kind: str, *states: str) -> SettingsByPath:
-    """One dtype for each of some states, by default."""
-    return {f"precision.{state}": Setting(kind, "default") for state in states}
 
 
 def dtype(reader: Reader, key: str) -> Setting[Any]:
@@ -76,6 +75,20 @@ def dtype_or(dtype: Setting[Any], *fallbacks: Setting[Any] | str) -> Setting[Any
         return dtype
     values = (each.value if isinstance(each, Setting) else each for each in fallbacks)
     return Setting(next(value for value in values if value is not None), "default", dtype.key)
+
+
+def policy_row(stored: str, compute: Setting[Any], reduce: Setting[Any], *, deferred: bool) -> SettingsByPath:
+    """The dtype of every state under a policy that says no more, as both are read; `_kept` is the writer's part.
+
+    Args:
+        stored: of the parameters when they are wrapped.
+        compute, reduce: what the policy says, or its defaults.
+        deferred: see `dtype_of_sums`.
+    """
+    row: SettingsByPath = {f"precision.{state}": Setting(stored, "default") for state in _ONE_COPY}
+    sums = dtype_of_sums(stored, reduce.value, deferred=deferred)
+    row |= {"precision.accumulate": Setting(sums, "default"), "precision.buffers": Setting(LOADED, "default")}
+    return {**row, "precision.compute": compute, "precision.reduce": reduce}
 
 
 def dtype_of_sums(parameter: str, reduce: str, *, deferred: bool) -> str:
@@ -111,8 +124,8 @@ def write_policy(draft: Draft, policy: Policy, context: ReadingContext) -> None:
     loaded = None if told == LOADED else told
     _write_dtypes(draft, policy, loaded or master)
     _third(draft, policy, loaded or master)
-    _stored(draft, master, loaded)
-    _accumulated(draft, policy, master, loaded)
+    for state in (*_ONE_COPY, "accumulate"):
+        _kept(draft, state, master, loaded)
     if draft.value("precision.loss_scaling") or draft.value("precision.static_loss_scale"):
         scaling = ("precision.loss_scaling", "precision.static_loss_scale")
         draft.lossy(scaling, f"the loop scales the loss: use {policy.scaler}")
@@ -153,39 +166,24 @@ def _third(draft: Draft, policy: Policy, stored: str) -> None:
             draft.lossy(path, f"{draft.library} leaves {state} in {kept}: cast them in the model")
 
 
-def _stored(draft: Draft, master: str, loaded: str | None) -> None:
-    """Storage, master weights, moments and what is saved: one dtype, that of the model when it is wrapped.
+def _kept(draft: Draft, state: str, master: str, loaded: str | None) -> None:
+    """The verdict on a state that has the dtype of the parameters; sums have it where each micro-batch is reduced.
 
     Args:
         loaded: that dtype, where it is known.
     """
-    states = ("precision.weight", "precision.master", "precision.moments", "precision.saved")
-    for path in states:
-        value = draft.value(path, master)
-        if value == loaded:
-            draft.implied(path)
-        elif loaded is not None and master != loaded:
-            draft.lossy(path, f"parameters keep {loaded}, in which the model is loaded: load it in {master}")
-        elif value != master and (path != "precision.weight" or master not in ("fp32", LOADED)):
-            draft.lossy(path, f"{draft.library} keeps it in the dtype of the parameters, {master}")
-        elif value != master:
-            draft.holds(path, f"the one copy kept is the master in {master}, cast at each gather: the same numbers")
-        elif master in ("fp32", LOADED):
-            draft.implied(path, "parameters keep the dtype in which the model is loaded" if "master" in path else "")
-        else:
-            draft.lossy(path, f"parameters keep the dtype in which the model is loaded: load it in {master}")
-
-
-def _accumulated(draft: Draft, policy: Policy, master: str, loaded: str | None) -> None:
-    """Each micro-batch's gradients are reduced, unless the loop switches that off."""
-    path = "precision.accumulate"
-    if draft.value(path, master) == loaded:
+    path, sums = f"precision.{state}", state == "accumulate"
+    value, keep = draft.value(path, master), "gradients are summed in" if sums else "parameters keep"
+    if value == loaded:
         draft.implied(path)
     elif loaded is not None and master != loaded:
-        draft.lossy(path, f"gradients are summed in {loaded}, in which the model is loaded: load it in {master}")
-    elif draft.value(path, master) != master:
-        draft.lossy(path, f"{policy.library} sums reduced gradients in the dtype of the parameters, {master}")
+        draft.lossy(path, f"{keep} {loaded}, in which the model is loaded: load it in {master}")
+    elif value != master and state == "weight" and master in ("fp32", LOADED):
+        draft.holds(path, f"the one copy kept is the master in {master}, cast at each gather: the same numbers")
+    elif value != master:
+        what = "sums reduced gradients" if sums else "keeps it"
+        draft.lossy(path, f"{draft.library} {what} in the dtype of the parameters, {master}")
     elif master in ("fp32", LOADED):
-        draft.implied(path)
+        draft.implied(path, "parameters keep the dtype in which the model is loaded" if state == "master" else "")
     else:
-        draft.lossy(path, f"gradients are summed in the dtype in which the model is loaded: load it in {master}")
+        draft.lossy(path, f"{keep} the dtype in which the model is loaded: load it in {master}")
