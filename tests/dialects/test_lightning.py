@@ -421,6 +421,27 @@ def test_the_end_of_a_run_is_saved_too(every: int, keep: int | None, steps: list
     assert saved_steps(written["callbacks"], tmp_path) == steps
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of Lightning itself
+@pytest.mark.parametrize(
+    ("arguments", "steps", "when", "keep"),
+    [
+        ({"every_n_train_steps": 3, "save_top_k": 0}, [6], "steps", 1),
+        ({"every_n_train_steps": 3, "monitor": "step", "mode": "min"}, [3, 6], "steps", 1),
+        ({"every_n_train_steps": 9}, [7], "end", 1),
+        ({"save_top_k": 0}, [7], "end", 1),
+    ],
+)
+def test_the_last_is_kept_beside_others(
+    arguments: dict[str, Any], steps: list[int], when: str, keep: int, tmp_path: Path
+) -> None:
+    callback = {"class_path": "ModelCheckpoint", "init_args": {**arguments, "save_last": True}}
+    assert saved_steps([callback], tmp_path) == steps
+    document = {"strategy": "ddp", "max_steps": 7, "callbacks": [callback]}
+    description = described("lightning", document)
+    assert (description.value("saving.when"), description.value("saving.keep_last")) == (when, keep)
+    assert not [each for each in findings_by_key("lightning", document).values() if "nothing is saved" in each.text]
+
+
 def test_what_lightning_does_not_save_is_told() -> None:
     def saver(**arguments: Any) -> dict[str, Any]:
         return {"class_path": "ModelCheckpoint", "init_args": arguments}

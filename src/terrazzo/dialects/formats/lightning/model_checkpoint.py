@@ -66,6 +66,11 @@ class _ModelCheckpoint:
         """How many are kept; -1: all."""
         return int(self.values.get("save_top_k", 1))
 
+    @property
+    def last(self) -> bool:
+        """Whether the last is kept, too, whatever else is: at each time, or at the end where there was none."""
+        return bool(self.values.get("save_last"))
+
 
 def _model_checkpoints(listed: Any) -> list[_ModelCheckpoint]:
     """Every ModelCheckpoint among `callbacks`."""
@@ -145,16 +150,22 @@ def _saving(key: str, savers: list[_ModelCheckpoint], total: int | None) -> tupl
 def _saving_by(key: str, saver: _ModelCheckpoint, total: int | None) -> tuple[SettingsByPath, list[str]]:
     values, top, by = saver.values, saver.top, saver.values.get("monitor")
     triggers = [values[name] for name in _TRIGGERS if name in values]  # with none, ends of epochs
-    off = bool(triggers) and not any(triggers)
-    if top == 0 or off or (total is not None and saver.every > total):
+    timeless = (bool(triggers) and not any(triggers)) or (total is not None and saver.every > total)
+    if (top == 0 or timeless) and not saver.last:
         return {"saving.when": Setting("never", "file", key)}, []
     settings: SettingsByPath = {}
     lost: list[str] = []
-    if saver.every:
+    if timeless or (top == 0 and not saver.every):
+        settings = {"saving.when": Setting("end", "file", key)}
+    elif saver.every:
         settings = {"saving.when": Setting("steps", "file", key), "saving.every": Setting(saver.every, "file", key)}
     else:
         lost.append(_NOT_STEPS)
-    if top == -1 or by is None or {"monitor": by, "mode": values.get("mode")} == _BY_STEP:
+    best = by is not None and {"monitor": by, "mode": values.get("mode")} != _BY_STEP
+    if top != -1 and saver.last and (best or top == 0 or timeless):
+        settings["saving.keep_last"] = Setting(1, "file", key)
+        lost += [f"it keeps the best {top} by {by} as well"] if best and top and not timeless else []
+    elif top == -1 or not best:
         settings["saving.keep_last"] = Setting(None if top == -1 else top, "file", key)
     else:
         lost.append(f"it keeps the best {top} by {by}, and not the last")
@@ -172,8 +183,11 @@ def steps_left_out(listed: Any, total: int | None) -> str:
         listed: the `callbacks`.
         total: the run's length.
     """
-    intervals = [saver.every for saver in _model_checkpoints(listed)]
+    savers = _model_checkpoints(listed)
+    intervals = [saver.every for saver in savers]
     if total is None or not intervals or 0 in intervals or not (left := min(total % each for each in intervals)):
+        return ""
+    if left == total and any(saver.last for saver in savers):  # which is then that of the end
         return ""
     edit = f"add a second ModelCheckpoint, with {_EVERY}: {total}"
     if left == total:
