@@ -166,6 +166,39 @@ def test_other_precisions(mode: str) -> None:
     assert worst_difference(replace(case, dtype=torch.bfloat16)) < 2e-2
 
 
+@pytest.mark.parametrize(("mode", "inside"), [("gather", False), ("ring", True)])
+def test_under_autocast_parts_are_as_close_to_the_whole_as_torchs_attention(mode: str, inside: bool) -> None:
+    """Values that are wider than keys have no kernel; `inside`: backward runs in the region of autocast, too."""
+    torch.manual_seed(0)
+    whole = [3 * torch.randn(1, 2, TOKENS, width) for width in (16, 16, 24)]
+    grad, region = torch.randn(1, 2, TOKENS, 24), functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+    def computed(attend: Callable[..., Tensor], tensors: list[Tensor], weight: Tensor) -> list[Tensor]:
+        own = [each.clone().requires_grad_() for each in tensors]
+        with region():
+            out = attend(*own)
+            found = torch.autograd.grad(out, own, weight.to(out.dtype)) if inside else ()
+        return [out.detach(), *(found or torch.autograd.grad(out, own, weight.to(out.dtype)))]
+
+    causal = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    exact = [each.double().requires_grad_() for each in whole]
+    out = causal(*exact)
+    expected = [out.detach(), *torch.autograd.grad(out, exact, grad.double())]
+    bounds = [(mine - its).norm() for mine, its in zip(computed(causal, whole, grad), expected, strict=True)]
+
+    def on_rank(rank: int) -> list[Tensor]:
+        context = Context(dist.group.WORLD, mode)
+        own = [context.chunks.split(each, rank, dim=2) for each in (*whole, grad)]
+        mask = context.mask(context.positions(torch.empty(1, TOKENS)), TOKENS // 2)
+        return computed(lambda *each: context.attend(*each, mask), own[:3], own[3])
+
+    chunks = Chunks(2)
+    parts = run_in_threads(2, on_rank)
+    for index, (its, bound) in enumerate(zip(expected, bounds, strict=True)):
+        apart = [part[index] - chunks.split(its, rank, dim=2) for rank, part in enumerate(parts)]
+        assert torch.cat(apart).norm() <= 1.2 * bound, index
+
+
 def test_all_backends_sum_gradients_in_rank_order() -> None:
     """Three numbers whose sum is another in another order."""
     values = [2.0**24, 1.0, -(2.0**24)]
@@ -248,6 +281,19 @@ def refused(ranks: int, work: Callable[[Context], object], mode: str = "gather")
     said = run_in_threads(ranks, on_rank)
     assert len(set(said)) == 1
     return said[0].split(". ")
+
+
+def test_prefixes_that_differ_between_ranks_are_told_where_they_are_placed_too() -> None:
+    def on_rank(rank: int) -> None:
+        context, host = Context(dist.group.WORLD, "gather"), torch.device("cpu")
+        positions, prefix = torch.arange(8).unsqueeze(0), torch.full((1, 8), 3 + rank)
+        context.begin_forward()
+        own = torch.randn(1, 2, 4, 4)
+        its = context.place(positions, host), context.place_prefix(prefix, host)
+        with pytest.raises(RanksApart):
+            context.attend(own, own, own, context.mask(its[0], 4, prefix=its[1]))
+
+    run_in_threads(2, on_rank)
 
 
 def test_bad_input_is_refused_on_every_rank() -> None:

@@ -7,7 +7,8 @@ gradients are sums over all. Both run torch's flash kernels where there are any,
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from terrazzo.engine.runtime.private_torch import FlashAttention
 
 __all__ = ["ROWS", "Part", "Result", "VisibleKeys", "attend", "backward"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
 VisibleKeys = Tensor | Literal["all", "causal", "anticausal"]
 """Keys that queries see: `all`; `causal`, of as many keys those up to the query's own number; `anticausal`, those from
 it on; or a bool mask `[B, 1, queries, keys]`."""
@@ -182,6 +185,17 @@ def _without_blind(lse: Tensor, seen: VisibleKeys) -> Tensor:
     return lse if isinstance(seen, str) else lse.masked_fill(~seen.any(dim=-1), -torch.inf)
 
 
+def _outside_autocast(compute: Callable[Concatenate[Part, P], T]) -> Callable[Concatenate[Part, P], T]:
+    """Have a function compute in the dtypes that it names, also where backward runs inside of `torch.autocast`."""
+
+    @functools.wraps(compute)
+    def computed(part: Part, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.autocast(part.query.device.type, enabled=False):
+            return compute(part, *args, **kwargs)
+
+    return computed
+
+
 def _scores(part: Part, first: int) -> Tensor:
     """The scores of the `ROWS` queries from `first` on, in fp32 or fp64: minus infinity where nothing is seen."""
     query = part.query[:, :, first : first + ROWS]
@@ -195,6 +209,7 @@ def _scores(part: Part, first: int) -> Tensor:
     return scores
 
 
+@_outside_autocast
 def _portable(part: Part) -> Result:
     outs, lses = [], []
     for first in range(0, part.query.shape[2], ROWS):
@@ -206,6 +221,7 @@ def _portable(part: Part) -> Result:
     return Result(torch.cat(outs, dim=2), torch.cat(lses, dim=2))
 
 
+@_outside_autocast
 def _portable_backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, Tensor]:
     wide = whole.lse.dtype
     key, value = part.key.to(wide), part.value.to(wide)

@@ -115,7 +115,10 @@ class Context:
 
     def place_prefix(self, prefix: Tensor, device: torch.device) -> Tensor:
         """As `place`, for the lengths of prefixes: int64 `[B, T]` in host memory, of which each rank gets its part."""
-        return self._places.place_prefix(prefix, device, self.is_split)
+        placed = self._places.place_prefix(prefix, device, self.is_split)
+        if self.is_split:
+            self._same.note([prefix])
+        return placed
 
     def begin_forward(self) -> None:
         """A model's forward begins: under `ulysses` its first mask gathers positions, and the others are of these.
@@ -243,6 +246,8 @@ class Context:
             RanksApart: on every rank, the first time, where `split` was given other sequences on some; where ranks are
                 at different layers.
         """
+        if torch.is_autocast_enabled(query.device.type):
+            return self._attend_in_autocast(query, key, value, mask, scale, layer)
         self._check_heads_and_tokens(query, key, value, mask)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         tokens = query.shape[2]
@@ -255,6 +260,18 @@ class Context:
             self.check_heads(query.shape[1] * self._tp)
         shared = Shared(self.ranks.labelled(Label(Purpose.ACTIVATIONS, layer)), self.chunks, tokens * self.size)
         return _COMPUTED[self.mode](query, key, value, shared, mask, scale)
+
+    def _attend_in_autocast(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float | None, layer: int
+    ) -> Tensor:
+        """In the dtype of `torch.autocast`, as torch's own attention, and then outside of it, as backward is."""
+        kind = query.device.type
+
+        def cast(tensor: Tensor) -> Tensor:  # autocast leaves fp64 alone
+            return tensor if tensor.dtype == torch.float64 else tensor.to(torch.get_autocast_dtype(kind))
+
+        with torch.autocast(kind, enabled=False):
+            return self.attend(cast(query), cast(key), cast(value), mask, scale, layer=layer)
 
     def check_heads(self, heads: int) -> None:
         """Refuse query heads, of the whole model, that the ranks do not divide, which `ulysses` needs.
