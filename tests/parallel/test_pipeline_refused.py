@@ -365,6 +365,42 @@ def test_values_in_what_modules_share_do_not_reach_other_stages(way):
         run_in_threads(2, body)
 
 
+class Leaving(Side):
+    """Leaves a loss in an attribute, which the model's own forward adds up."""
+
+    def forward(self, x: Tensor, kept: Any) -> Tensor:
+        x = self.inner(x)
+        self.loss = x.square().mean()
+        return x
+
+
+def test_losses_that_modules_of_other_stages_have_left_are_not_read_as_they_were():
+    class Adding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Leaving("") for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, None)
+            return x + sum(getattr(layer, "loss", 0.0) for layer in self.layers)
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Adding(), LINE)
+        batches = [(torch.ones(2, 4), torch.ones(2, 4))] * 2
+        with pytest.raises(tz.Misuse, match=r"'layers\.0\.loss' is a number with a gradient.*tz\.step\(auxiliary"):
+            tz.step(model, batches, F.mse_loss)
+        optimizer.zero_grad()
+        tz.step(model, batches, F.mse_loss, auxiliary=lambda module: None)
+
+    run_in_threads(2, body)
+
+
+def test_a_string_in_the_place_of_names_is_refused():
+    with pytest.raises(tz.BadInput, match=r"split='2'\) is one string: give a list of names, \['2'\]"):
+        tz.Pipeline(split="2")
+
+
 class Shaping(nn.Module):
     """What it does behind its last module fits that one's values alone."""
 

@@ -123,14 +123,15 @@ def test_a_step_under_autocast_is_that_of_one_process(base: nn.Sequential, sched
     optimizer = sgd(plain)
     expected = []
     for seed in (1, 2):
-        with torch.autocast("cpu", torch.bfloat16, enabled=not inside):  # which keeps what it has cast until its end
+        # It keeps what it has cast until its end. The second step is without: other dtypes go from stage to stage.
+        with torch.autocast("cpu", torch.bfloat16, enabled=not inside and seed == 1):
             expected.append(plain_step(plain, optimizer, batches(seed)))
 
     def body(rank: int) -> None:
         model, optimizer = cut(base, schedule)
         found = []
         for seed in (1, 2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not inside and seed == 1):
                 found.append(float(tz.step(model, batches(seed), loss_of, denominator=1)))
             optimizer.step()
             optimizer.zero_grad()

@@ -60,6 +60,9 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         check_schedule(self.schedule, self.chunks)
+        for name in ("split", "line", "tied"):
+            if isinstance(given := getattr(self, name), str):
+                raise BadInput(f"tz.Pipeline({name}={given!r}) is one string: give a list of names, [{given!r}].")
 
 
 def read_stages(model: nn.Module, axes: Axes, pipeline: Pipeline) -> PipelineStages:

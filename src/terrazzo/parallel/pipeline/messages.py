@@ -24,13 +24,14 @@ from terrazzo.parallel.pipeline.schedules import Action, ActionKind
 __all__ = ["Form", "Messages", "NothingSent", "form_of"]
 
 Form = tuple[Any, ...]
-"""Shapes and dtypes of a micro-batch's inputs: those of equal form make activations of equal shapes."""
+"""Shapes and dtypes of a micro-batch's inputs, and autocast's: those of equal form make activations of equal shapes."""
 
 
 def form_of(inputs: Any, trains: bool) -> Form:
     """The form of a micro-batch's inputs."""
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    return (trains, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
+    computes_in = tuple(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return (trains, computes_in, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
 
 
 Receive = Callable[..., Tensor]
@@ -142,7 +143,7 @@ class Messages:
                 raise BadInput(
                     f"A stage of the pipeline returned activations of shape {list(sent[0])} and {sent[1]}, and before, "
                     f"for inputs of the same shapes, {list(known[0])} and {known[1]}: the next stage expects those. "
-                    "Have shapes inside of the model follow from the shapes of its inputs, and not from their values."
+                    "Have shapes and dtypes inside of the model follow from those of its inputs, and not from values."
                 )
         self._start_sending(action, values)
 

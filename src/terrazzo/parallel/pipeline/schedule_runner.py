@@ -231,6 +231,8 @@ class ScheduleRunner:
             self._losses = self._losses + result.detach()
         else:
             self._send(successor, result.detach(), self.forms[action.micro_batch])
+            if self.trains and self.auxiliary is None and action.micro_batch == 0:
+                self._check_nothing_is_left(action.stage)
         if self.trains:
             if not result.requires_grad:
                 raise Misuse(
@@ -241,6 +243,29 @@ class ScheduleRunner:
             self._forwards[action.stage, action.micro_batch] = _ForwardState(
                 received, grads, result, self._auxiliary_losses(action.stage)
             )
+
+    def _check_nothing_is_left(self, stage: int) -> None:
+        """Refuse a loss that a module has left in an attribute, where no other stage sees it.
+
+        Raises:
+            Misuse: there.
+        """
+        begin, end = self.stages.bounds[stage]
+        inside = [
+            (path, module)
+            for name in self.stages.line[begin:end]
+            for path, module in self.model.get_submodule(name).named_modules(prefix=name)
+        ]
+        for path, module in inside:
+            for attribute, value in vars(module).items():
+                if isinstance(value, Tensor) and value.grad_fn is not None and value.dim() == 0:
+                    raise Misuse(
+                        f"'{path}.{attribute}' is a number with a gradient, which the module has left there in its "
+                        f"forward, in stage {stage + 1} of the pipeline. Ranks of other stages do not see it: the "
+                        "model's own forward would read there what was before. Give tz.step(auxiliary=...) "
+                        "a function that returns such a loss of a module of the line, and leave it out of the model's "
+                        "sum; or one that returns None, where nothing reads it."
+                    )
 
     def _auxiliary_losses(self, stage: int) -> tuple[Tensor, ...]:
         """The losses to be trained on that modules of the stage have computed in the forward that has just ended."""
