@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import terrazzo as tz
+from terrazzo.engine.comm import failure_reports
 from terrazzo.engine.comm.failed_exchanges import Exchange, MeshGroups
 from terrazzo.engine.comm.failure_reports import FailureReports, RankReport
 from terrazzo.engine.labels.label import Label
@@ -72,6 +73,57 @@ def test_a_rank_is_told_of_in_its_own_words_where_another_does_not_know_its_name
     reports._reports[0] = RankReport(groups, [("g", waits)], {0: larger, 1: unnamed})
     both = "rank 0 at the weights of the root unit (12 bytes); rank 1 at the weights of the root unit (8 bytes)."
     assert both in str(reports.apart()), "and how much it has brought, as it was seen"
+
+
+class CountingStore:
+    """A store in this process, and how often it has been asked something."""
+
+    def __init__(self) -> None:
+        self.store, self.requests = dist.HashStore(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+@contextmanager
+def as_rank(rank: int, store: CountingStore) -> Iterator[None]:
+    with patch.object(failure_reports, "default_store", lambda: store), patch.object(dist, "get_rank", lambda: rank):
+        yield
+
+
+def test_reports_of_many_ranks_are_asked_for_at_once() -> None:
+    """All ranks ask one store at the same time: one after the other, those of a thousand would take minutes."""
+    store, ranks = CountingStore(), 64
+    own = {rank: RankReport({"all": [*range(ranks)]}, [("all", RankPlace("a norm", ""))]) for rank in range(ranks)}
+    for rank in range(ranks):
+        with as_rank(rank, store):
+            reports, store.requests = FailureReports(own[rank]), 0
+            assert reports.any() is (rank > 0) and store.requests == 1
+            if rank != 40:
+                reports.leave({})
+    with as_rank(1, store):
+        reports, store.requests = FailureReports(own[1]), 0
+        reports.leave({})
+        reports.read(0.05)
+        assert [*reports._missing()] == [40] and "of rank 40 nothing is known" in str(reports.too_late(TimeoutError()))
+        assert store.requests < ranks
+
+
+def test_the_host_of_the_store_stays_until_others_have_read() -> None:
+    store, groups = CountingStore(), {"all": [0, 1]}
+    reports = [FailureReports(RankReport(groups, [("all", RankPlace("a norm", ""))])) for _ in range(2)]
+    for rank, each in enumerate(reports):
+        with as_rank(rank, store):
+            each.leave({})
+    began = time.monotonic()
+    with as_rank(0, store):
+        reports[0].read(0.3)
+    assert time.monotonic() - began >= 0.3, "rank 1 has not read"
+    for rank in (1, 0):
+        with as_rank(rank, store):
+            reports[rank].read(60.0)
+    assert time.monotonic() - began < 30.0
 
 
 class Late(torch.autograd.Function):

@@ -1,7 +1,9 @@
 """What each rank of a mesh reports as an exchange has failed, by the store, and what that says together.
 
 A rank leaves one report, in each of its groups. It need not know the groups of all others: those whose reports it reads
-name theirs. Where the store is gone, it has its own alone.
+name theirs. Of many ranks the reports are asked for and read at once: all ranks do that at the same time, of one store.
+Rank 0, which may be the host of the store, stays until the others have read. Where the store is gone, a rank has its
+own report alone.
 
 Ranks whose time is over have run the same where, in one of their groups, all have come to the same, if late.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch.distributed as dist
@@ -48,7 +50,7 @@ class RankReport:
         keys: dict[int, list[str]] = {}
         for group, ranks in self.groups.items():
             for rank in ranks:
-                keys.setdefault(rank, []).append(f"terrazzo/report/{group}/{rank}")
+                keys.setdefault(rank, []).append(f"{_left_in(group)}/{rank}")
         return keys
 
     def places_in(self, group: str) -> list[RankPlace]:
@@ -73,7 +75,7 @@ class FailureReports:
     def any(self) -> bool:
         """Whether a rank with which this one exchanges has left one."""
         with contextlib.suppress(RuntimeError):
-            return any(default_store().check([key]) for keys in self._own.keys().values() for key in keys)
+            return any(default_store().check([_left_in(group)]) for group in self._own.groups)
         return False
 
     def leave(self, seen: Mapping[int, RankPlace]) -> None:
@@ -85,16 +87,30 @@ class FailureReports:
             for key in own.keys()[rank]:
                 first = RankReport.of_json(default_store().compare_set(key, "", text))
                 self._reports[rank] = replace(first, seen=first.seen or own.seen)
+            for group in own.groups:
+                default_store().set(_left_in(group), "by a rank")
 
     def read(self, patience_s: float) -> None:
         """Read those of all ranks, as far as they come in time."""
         until = time.monotonic() + patience_s
         with contextlib.suppress(RuntimeError):
-            while (missing := self._missing()) and time.monotonic() < until:
-                for rank, keys in missing.items():
-                    if (key := next((key for key in keys if default_store().check([key])), None)) is not None:
-                        self._reports[rank] = RankReport.of_json(default_store().get(key))
-                time.sleep(0.01)
+            for _ in _looks(until):
+                if not (missing := self._missing()):
+                    break
+                ranks = {key: rank for rank, keys in missing.items() for key in keys}
+                there = _present([*ranks])
+                for key, text in zip(there, default_store().multi_get(there) if there else [], strict=True):
+                    self._reports[ranks[key]] = RankReport.of_json(text)
+            self._say_read(until)
+
+    def _say_read(self, until: float) -> None:
+        """Say that this rank has read what there is; rank 0 waits until all others that are there have, too."""
+        rank = dist.get_rank()
+        read = {each: f"{report.keys()[each][0]}/read" for each, report in self._reports.items()}
+        default_store().set(read[rank], "by its rank")
+        for _ in _looks(until) if rank == 0 else ():
+            if default_store().check([*read.values()]):
+                break
 
     def _missing(self) -> dict[int, list[str]]:
         """The keys of ranks whose reports have not come, by rank."""
@@ -145,6 +161,28 @@ class FailureReports:
     def _unknown(self, places: Mapping[int, RankPlace]) -> list[int]:
         """Ranks that are in none of the places."""
         return [rank for rank in self._missing() if rank not in places]
+
+
+def _left_in(group: str) -> str:
+    """The key that is there where a rank has left a report in that group; below it are those of reports."""
+    return f"terrazzo/report/{group}"
+
+
+def _present(keys: Sequence[str]) -> list[str]:
+    """Those of the keys that the store has. It says of many at once whether it has all: halves are asked for then."""
+    if not keys or default_store().check([*keys]):
+        return [*keys]
+    half = len(keys) // 2
+    return [*_present(keys[:half]), *_present(keys[half:])] if half else []
+
+
+def _looks(until: float) -> Iterator[None]:
+    """Turns of looking for something in the store, ever more seldom: other ranks do so, too."""
+    pause_s = 0.01
+    while time.monotonic() < until:
+        yield
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.16)
 
 
 _IN_VAIN = ", and have waited for each other until the time of their process group was over"
