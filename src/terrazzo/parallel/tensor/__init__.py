@@ -13,7 +13,7 @@ What a plan is, from globs to a model that is cut:
 What modules do in a forward:
 
     activation_exchanges  the sums and gathers, and those of their gradients
-    sequence_split        sequences in parts between matrices
+    sequence_split        sequences in parts between matrices, from the first block of a run to its last
     module_hooks          whole inputs, gathered outputs
     linear_forwards       linear layers with a part of their inputs, or that compute some of their outputs
     embedding_rows        tables of which a rank has some rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from terrazzo.parallel.tensor.gradient_parts import GradientParts
 from terrazzo.parallel.tensor.linear_forwards import compute_rows, sum_outputs
 from terrazzo.parallel.tensor.module_hooks import enter, gather_outputs, split_inputs
 from terrazzo.parallel.tensor.same_inputs import SameDraws, SameInputs, SameRandomStates
-from terrazzo.parallel.tensor.sequence_split import SequenceSplit, split_between
+from terrazzo.parallel.tensor.sequence_split import ModuleExchanges, SequenceRun, split_between
 from terrazzo.parallel.tensor.styles import Colwise, Embedding, Enter, Logits, Rowwise, Style
 from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
 
@@ -60,22 +59,23 @@ def _replace_parameters(cuts: TensorCuts) -> None:
 
 def _add_exchanges(cuts: TensorCuts) -> None:
     """Have modules exchange what they compute with the other ranks."""
-    split = SequenceSplit()
-    runs = cuts.runs_split()
-    for run in runs:
-        split_between(cuts, run, split)
+    run_of: dict[str, SequenceRun] = {}
+    for blocks in cuts.sequence_runs():
+        run_of |= dict.fromkeys([name for name, _ in blocks], split_between(cuts, blocks))
     if not cuts.ranks.is_simulated and has_dropout(cuts.model):
         cuts.model.register_forward_pre_hook(SameRandomStates(cuts.ranks))
-        for _, module in itertools.chain(*runs):
-            fork_dropout(module, cuts.ranks.rank)
+        for name in run_of:
+            fork_dropout(cuts.model.get_submodule(name), cuts.ranks.rank)
         for name, module, _ in cuts.named(Enter):
-            if not cuts.splits(name):
+            if cuts.block_of(name) is None:
                 fork_dropout(module, cuts.ranks.rank, *_parts_and_sums(cuts, name))
     for name, module, style in cuts.named():
+        block = cuts.block_of(name)
+        exchanges = ModuleExchanges(name, cuts.ranks_at(name), None if block is None else run_of[block])
         if cuts.enters(name):
-            enter(module, split, cuts.ranks_at(name), cuts.splits(name), name, isinstance(style, Logits))
+            enter(module, exchanges, takes_weights=isinstance(style, Logits))
         if type(style) in _EXCHANGES:
-            _EXCHANGES[type(style)](cuts, name, module, style, split)
+            _EXCHANGES[type(style)](cuts, module, style, exchanges)
     for name in _cut_attributes(cuts):
         watch_states(cuts.model.get_submodule(name), name)
     watch_first_forwards(cuts.model, _watches(cuts))
@@ -92,36 +92,36 @@ def _parts_and_sums(cuts: TensorCuts, name: str) -> tuple[list[nn.Module], list[
     return [model.get_submodule(each) for each in parts], [model.get_submodule(each) for each in sums]
 
 
-def _of_column(cuts: TensorCuts, name: str, module: Any, style: Colwise, split: SequenceSplit) -> None:
-    if name in cuts.rows:
-        compute_rows(module, cuts.rows[name])
+def _of_column(cuts: TensorCuts, module: Any, style: Colwise, exchanges: ModuleExchanges) -> None:
+    if exchanges.name in cuts.rows:
+        compute_rows(module, cuts.rows[exchanges.name])
     elif style.completes:
-        gather_outputs(module, cuts.ranks_at(name), module.out_features)
+        gather_outputs(module, exchanges.ranks, module.out_features)
 
 
-def _of_row(cuts: TensorCuts, name: str, module: Any, style: Rowwise, split: SequenceSplit) -> None:
+def _of_row(cuts: TensorCuts, module: Any, style: Rowwise, exchanges: ModuleExchanges) -> None:
     if style.takes_part:
-        split_inputs(module, cuts.ranks_at(name))
-    sum_outputs(module, split, cuts.ranks_at(name), cuts.splits(name))
+        split_inputs(module, exchanges.ranks)
+    sum_outputs(module, exchanges)
 
 
-def _of_embedding(cuts: TensorCuts, name: str, module: Any, style: Embedding, split: SequenceSplit) -> None:
-    box = cuts.records[name, "weight"].box
+def _of_embedding(cuts: TensorCuts, module: Any, style: Embedding, exchanges: ModuleExchanges) -> None:
+    box = cuts.records[exchanges.name, "weight"].box
     start = box.rectangles[0].offsets[0]
-    look_up_part(module, cuts.ranks_at(name), start, start + module.weight.shape[0], box.shape[0])
+    look_up_part(module, exchanges.ranks, start, start + module.weight.shape[0], box.shape[0])
 
 
-def _of_logits(cuts: TensorCuts, name: str, module: Any, style: Logits, split: SequenceSplit) -> None:
+def _of_logits(cuts: TensorCuts, module: Any, style: Logits, exchanges: ModuleExchanges) -> None:
     if style.gathered:
-        gather_outputs(module, cuts.ranks_at(name), style.numel)
+        gather_outputs(module, exchanges.ranks, style.numel)
 
 
-def _of_enter(cuts: TensorCuts, name: str, module: Any, style: Enter, split: SequenceSplit) -> None:
+def _of_enter(cuts: TensorCuts, module: Any, style: Enter, exchanges: ModuleExchanges) -> None:
     for attribute, value in style.changed:
         setattr(module, attribute, value)
 
 
-_EXCHANGES: dict[type[Style], Callable[[TensorCuts, str, Any, Any, SequenceSplit], None]] = {
+_EXCHANGES: dict[type[Style], Callable[[TensorCuts, Any, Any, ModuleExchanges], None]] = {
     Colwise: _of_column,
     Rowwise: _of_row,
     Embedding: _of_embedding,
@@ -197,9 +197,10 @@ def _gradient_parts(cuts: TensorCuts) -> GradientParts:
             parts.split.append(name)
     for (name, attribute), record in cuts.records.items():
         is_cut = not record.box.is_all and not isinstance(cuts.styles.get(name), Embedding)
-        between = not record.replicated and cuts.inside(name, Enter) and not cuts.splits(name)
+        entered, in_block = cuts.inside(name, Enter), cuts.block_of(name) is not None
+        between = not record.replicated and entered and not in_block
         if is_cut or between or name in cuts.rows:
             parts.parameters.append((name, attribute))
-        elif record.replicated and name not in cuts.styles and not cuts.inside(name, Enter) and not cuts.splits(name):
+        elif record.replicated and name not in cuts.styles and not entered and not in_block:
             parts.outside.append((name, attribute))
     return parts

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from terrazzo.marks import Mark
 from terrazzo.nn.float8_linear import product_of
 from terrazzo.nn.forward_replacement import replace_forward
-from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
-from terrazzo.parallel.tensor.sequence_split import SequenceSplit
+from terrazzo.parallel.tensor.sequence_split import ModuleExchanges
 
 __all__ = ["compute_rows", "sum_outputs"]
 
@@ -18,13 +17,9 @@ _SETTINGS = Mark[Any]("terrazzo_use")
 """On a linear layer with one of the forwards below: what that computes with."""
 
 
-def sum_outputs(module: nn.Linear, split: SequenceSplit, ranks: TensorRanks, splits: bool) -> None:
-    """Have a layer that has a part of its inputs sum its outputs over ranks.
-
-    Args:
-        splits: each rank takes its part of the sequences of the sum.
-    """
-    _SETTINGS.leave(module, (split, ranks, splits))
+def sum_outputs(module: nn.Linear, exchanges: ModuleExchanges) -> None:
+    """Have a layer that has a part of its inputs sum its outputs over ranks."""
+    _SETTINGS.leave(module, exchanges)
     replace_forward(module, _PartialSums.forward)
 
 
@@ -38,8 +33,7 @@ class _PartialSums(nn.Linear):
     """The bias, which every rank has whole, is added once, behind the sum."""
 
     def forward(self, input: Tensor) -> Tensor:
-        split, ranks, splits = _SETTINGS.of(self)
-        summed: Tensor = split.summed_output(ranks, product_of(self)(input, self.weight), splits)
+        summed: Tensor = _SETTINGS.of(self).summed_output(product_of(self)(input, self.weight))
         # Under autocast, which lets an addition compute in the wider dtype, a layer's output is of its product's.
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 

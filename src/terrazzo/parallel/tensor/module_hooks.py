@@ -10,22 +10,18 @@ from torch import Tensor, nn
 from terrazzo.errors import Misuse
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 from terrazzo.parallel.tensor.arguments import first_activation, others_with_gradients, with_first_changed
-from terrazzo.parallel.tensor.sequence_split import SequenceSplit
+from terrazzo.parallel.tensor.sequence_split import ModuleExchanges
 
 __all__ = ["enter", "gather_outputs", "split_inputs"]
 
 
-def enter(  # structure: what a hook holds
-    module: nn.Module, split: SequenceSplit, ranks: TensorRanks, splits: bool, name: str, takes_weights: bool
-) -> None:
+def enter(module: nn.Module, exchanges: ModuleExchanges, *, takes_weights: bool) -> None:
     """Have a module compute with its whole input, whose gradient is summed over ranks.
 
     Args:
-        splits: the input is this rank's part of each sequence.
-        name: of the module, for errors.
         takes_weights: the module is given its cut matrix beside the input.
     """
-    module.register_forward_pre_hook(_Enter(split, ranks, splits, name, takes_weights), with_kwargs=True)
+    module.register_forward_pre_hook(_Enter(exchanges, takes_weights), with_kwargs=True)
 
 
 def gather_outputs(module: nn.Module, ranks: TensorRanks, channels: int) -> None:
@@ -40,25 +36,19 @@ def split_inputs(module: nn.Module, ranks: TensorRanks) -> None:
 
 @dataclass
 class _Enter:
-    split: SequenceSplit
-    ranks: TensorRanks
-    splits: bool
-    name: str
+    exchanges: ModuleExchanges
     takes_weights: bool
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        args, kwargs = with_first_changed(module, args, kwargs, self._whole)
+        args, kwargs = with_first_changed(module, args, kwargs, self.exchanges.whole_input)
         if not self.takes_weights and others_with_gradients((args, kwargs), first_activation(args, kwargs)):
             raise Misuse(
-                f"{self.name!r}, a {type(module).__name__}, was given a second tensor that needs gradients, and ranks "
-                "exchange the first alone: each would have a part of the other's gradient. Do not give this module the "
-                "style 'enter' but its matrices theirs, each 'colwise' then exchanging its own input, and pass "
-                "sequence=False to tz.parallelize where that tensor has another sequence."
+                f"{self.exchanges.name!r}, a {type(module).__name__}, was given a second tensor that needs gradients, "
+                "and ranks exchange the first alone: each would have a part of the other's gradient. Do not give this "
+                "module the style 'enter' but its matrices theirs, each 'colwise' then exchanging its own input, and "
+                "pass sequence=False to tz.parallelize where that tensor has another sequence."
             )
         return args, kwargs
-
-    def _whole(self, values: Tensor) -> Tensor:
-        return self.split.whole_input(self.ranks, values, self.splits)
 
 
 @dataclass

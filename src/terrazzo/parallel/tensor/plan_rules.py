@@ -8,7 +8,7 @@ from torch import nn
 
 from terrazzo.errors import BadInput
 from terrazzo.messages import listed
-from terrazzo.parallel.tensor.styles import Colwise, Embedding, Enter, Logits, Replicate, Rowwise
+from terrazzo.parallel.tensor.styles import Colwise, Embedding, Enter, Logits, Replicate, Rowwise, SplitSequence
 from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
 
 __all__ = ["check_regions"]
@@ -50,7 +50,7 @@ def _check_between(cuts: TensorCuts) -> None:
     outside = [
         (name, style)
         for name, _, style in cuts.named(Colwise, Rowwise)
-        if not cuts.inside(name, Enter) and not cuts.splits(name)
+        if not cuts.inside(name, Enter) and cuts.block_of(name) is None
     ]
     columns = [name for name, style in outside if isinstance(style, Colwise) and not style.completes]
     rows = [name for name, style in outside if isinstance(style, Rowwise) and not style.takes_part]
@@ -81,8 +81,14 @@ def _around(row: str, columns: Sequence[str]) -> str:
 
 def _check_split(cuts: TensorCuts) -> None:
     """Check the modules in which sequences are split."""
+    for name, _, _ in cuts.named(SplitSequence) if cuts.split else ():
+        if (around := cuts.block_of(name)) not in (name, None):
+            raise BadInput(
+                f"The tensor-parallel plan has {name!r} as 'sequence' inside of {around!r}, which is so too: it would "
+                "take a part of a part. Give the one or the other that style."
+            )
     for name, _, style in cuts.named():
-        if not cuts.splits(name) or cuts.inside(name, Enter):
+        if cuts.block_of(name) is None or cuts.inside(name, Enter):
             continue
         if wrong := style.wrong_where_split:
             raise BadInput(
@@ -91,7 +97,7 @@ def _check_split(cuts: TensorCuts) -> None:
                 "to tz.parallelize."
             )
     for name, module in cuts.model.named_modules():
-        if not cuts.splits(name) or cuts.inside(name, Enter) or name in cuts.styles:
+        if cuts.block_of(name) is None or cuts.inside(name, Enter) or name in cuts.styles:
             continue
         if next(module.parameters(recurse=False), None) is not None and not type(module).__name__.endswith("Norm"):
             raise BadInput(

@@ -222,5 +222,5 @@ def _uncut(cuts: TensorCuts, name: str, attribute: str, parameter: nn.Parameter)
     style = cuts.styles.get(name)
     after_sum = style.after_sum if isinstance(style, Replicate) else attribute == "bias" and isinstance(style, Rowwise)
     within = cuts.inside(name, Enter) and not after_sum
-    partial = cuts.splits(name) or within or name in cuts.rows
+    partial = cuts.block_of(name) is not None or within or name in cuts.rows
     return Record(Family.SHARED, Box.all_of(parameter.shape), replicated=not partial)

@@ -186,7 +186,7 @@ class Enter(Style):
 
 @dataclass(frozen=True)
 class SplitSequence(Style):
-    """A module that computes, on each rank, a part of each sequence, along dim -2. Several follow one another."""
+    """A block that computes, on each rank, a part of each sequence, along dim -2. Those of one module are a run."""
 
 
 @dataclass(frozen=True)

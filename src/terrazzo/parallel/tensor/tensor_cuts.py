@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,23 +56,27 @@ class TensorCuts:
 
     def inside(self, name: str, kind: type[Style]) -> bool:
         """Whether a module has a style of that kind, or a module around it has."""
+        return self._around(name, kind) is not None
+
+    def _around(self, name: str, kind: type[Style]) -> str | None:
         parts = name.split(".")
-        return any(isinstance(self.styles.get(".".join(parts[:end])), kind) for end in range(1, len(parts) + 1))
+        names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        return next((each for each in names if isinstance(self.styles.get(each), kind)), None)
 
     def region_of(self, name: str) -> str:
         """The outermost module around one, or itself, in which ranks compute parts of gradients."""
         parts = name.split(".")
         around = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-        return next(each for each in around if isinstance(self.styles.get(each), Enter) or self.splits(each))
+        return next(each for each in around if isinstance(self.styles.get(each), Enter) or self.block_of(each))
 
     def enters(self, name: str) -> bool:
         """Whether a module's input is put together, for each rank to use in its own way."""
         where = self.styles[name].enters
         return where == "always" or (where == "alone" and not self.inside(name, Enter))
 
-    def splits(self, name: str) -> bool:
-        """Whether sequences are split around a module."""
-        return self.split and self.inside(name, SplitSequence)
+    def block_of(self, name: str) -> str | None:
+        """The block around a module, or itself, in which sequences are in parts; None where they are whole."""
+        return self._around(name, SplitSequence) if self.split else None
 
     def of_this_rank(self) -> TensorCuts:
         """The cuts in the stages that this rank runs; all of them where the model has no stages."""
@@ -87,10 +92,16 @@ class TensorCuts:
         """Whether this rank has a parameter. It may have a tied one of a module that it does not run."""
         return self.model.get_submodule(name)._parameters.get(attribute) is not None
 
-    def runs_split(self) -> list[list[tuple[str, nn.Module]]]:
-        """The modules of style `sequence`, stage by stage, since stages send whole sequences."""
-        by_stage: dict[int, list[tuple[str, nn.Module]]] = {}
+    def sequence_runs(self) -> list[list[tuple[str, nn.Module]]]:
+        """The blocks whose sequences are in parts, in runs of those that stand in one module, one behind the other.
+
+        Between runs sequences are whole: what a model does there is not known. So they are between stages.
+        """
         stages = stages_of(self.model)
-        for name, module, _ in self.named(SplitSequence) if self.split else ():
-            by_stage.setdefault(0 if stages is None else stages.chunks_of(name)[0], []).append((name, module))
-        return list(by_stage.values())
+
+        def where(block: tuple[str, nn.Module]) -> tuple[int, str]:
+            name, _ = block
+            return 0 if stages is None else stages.chunks_of(name)[0], name.rpartition(".")[0]
+
+        blocks = [(name, module) for name, module, _ in self.named(SplitSequence)] if self.split else []
+        return [list(run) for _, run in itertools.groupby(blocks, where)]
