@@ -253,6 +253,7 @@ def test_a_tied_weight_has_the_values_of_its_first_holder(units: Any) -> None:
         assert found[name].std().item() == pytest.approx(value.std().item(), rel=0.2), name
 
 
+@pytest.mark.filterwarnings("ignore:The model was built on the meta device, but for")
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
 def test_values_that_are_there_stay(plan: str) -> None:
     """Beside meta ones in the same module, which is initialised as a whole."""
@@ -402,12 +403,51 @@ def test_each_model_sets_its_own_modules_and_each_module_its_children(plan: str,
     assert_equal({name: found[name] for name in expected}, expected)
 
 
-def test_what_a_module_sets_in_other_units_is_named() -> None:
+def _replace_weight(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(torch.full_like(layer.weight, 0.125))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: nn.init.constant_(layer.weight, 0.125),
+        lambda layer: layer.weight.data.fill_(0.125),
+        lambda layer: setattr(layer.weight, "data", torch.full((4, 4), 0.125)),
+        _replace_weight,
+    ],
+)
+def test_what_a_module_sets_in_other_units_is_named(change: Any) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), Residual())
+    model[1].reset_parameters = lambda: change(model[1].down)
     with fake_group(1), pytest.warns(UserWarning, match=r"What Residual '1' sets of '1\.down\.weight' is lost"):
         found = full_parameters(tz.shard(model, None, "zero3", units=["1.up", "1.down"])[0])
     assert found["1.down.weight"].std() > 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_module_that_resets_its_children_sets_nothing_of_theirs() -> None:
+    """They are called by themselves, in their own units; the oracle is that nothing is said."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), Residual())
+    model[1].reset_parameters = lambda: [layer.reset_parameters() for layer in (model[1].up, model[1].down)]
+    with fake_group(1):
+        found = full_parameters(tz.shard(model, None, "zero3", units=["1.up", "1.down"])[0])
+    assert found["1.down.weight"].std() > 0
+
+
+def test_parameters_that_heeded_no_meta_device_are_named() -> None:
+    """Torch's old constructors take memory as they find it, on any device: what `_init_weights` would set is not."""
+
+    class Old(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.Tensor(4))  # type: ignore[call-overload]
+
+    with torch.device("meta"):
+        model = Old()
+    with fake_group(1), pytest.warns(UserWarning, match=r"but for 'scale': the values that these have are kept"):
+        tz.shard(model, None, "zero3")
 
 
 def test_initialisers_that_cannot_be_called_are_refused_before_anything_is_changed() -> None:

@@ -33,6 +33,7 @@ One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of a `
     packed_checks        whether frozen matrices can be kept in 4 bits
     compared_facts       what must be the same on all ranks: versions, the model, what they were told
     initializers         what gives a module on the meta device its first values: its own methods, or its model's
+    unset_values         memory without a value, told from what has one
     initial_values       what a model on the meta device begins with; any model's buffers, moved and made equal on ranks
     attach               puts optimizers on a sharded model
 

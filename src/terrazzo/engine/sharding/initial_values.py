@@ -18,6 +18,7 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.partition.absent_parameters import absent_in_place
 from terrazzo.engine.partition.unit_members import Member, UnitSpec
 from terrazzo.engine.sharding.initializers import Initializer, initializers_of, on_meta
+from terrazzo.engine.sharding.unset_values import is_unset, unset
 from terrazzo.engine.states.buffers_and_extra_state import replace_buffers
 from terrazzo.errors import BadInput
 from terrazzo.messages import listed, warn
@@ -34,12 +35,32 @@ class _Place(NamedTuple):
     initializer: Initializer
 
 
-class _StandIn(NamedTuple):
+class _Meta(nn.Parameter):
     """A meta parameter in the place of one that is not to be set now; its version tells whether something has."""
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor without its gradient, whose changes count, unlike those of what torch calls so."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.zero_()
+
+
+class _StandIn(NamedTuple):
+    """A place where a module `holder` has a `_Meta` parameter, in the place of one that is drawn at another time."""
 
     name: str
     holder: nn.Module
-    value: nn.Parameter
+    attribute: str
+    value: _Meta
+
+    @property
+    def version(self) -> int:
+        """Another one than before where something has set it, or put another parameter in its place."""
+        return self.value._version if self.holder._parameters.get(self.attribute) is self.value else -1
 
 
 class InitialValues:
@@ -70,7 +91,7 @@ class InitialValues:
             for attribute, buffer in each.module._buffers.items()
             if buffer is not None and buffer.is_meta
         ]
-        replace_buffers(model, lambda buffer: _unset(buffer, axes.device) if buffer.is_meta else buffer)
+        replace_buffers(model, lambda buffer: unset(buffer, axes.device) if buffer.is_meta else buffer)
 
     def draw(self, spec: UnitSpec) -> Collection[nn.Parameter]:
         """Replace a unit's meta parameters by real ones, tied names together, and initialise what holds them.
@@ -88,13 +109,13 @@ class InitialValues:
         others = [(member, member.parameter) for member in spec.drawn]
         with absent_in_place(spec.module):
             for member, meta in (*own, *others):
-                _replace(member, _unset(torch.empty(member.shape, dtype=meta.dtype, device="meta"), self._axes.device))
+                _replace(member, unset(torch.empty(member.shape, dtype=meta.dtype, device="meta"), self._axes.device))
             self._initialise(spec, [member.registered[0] for member, _ in (*own, *others)])
             for member, meta in others:
                 member.replace(meta)
         synchronize([member.parameter for member, _ in own], self._axes, self._axes.within_stage)
         for member, meta in own:
-            if _is_unset(member.parameter):
+            if is_unset(member.parameter):
                 self._forgotten.append((member.name, self._by_parameters[id(member.registered[0][0])]))
             if member.record is not None:
                 _replace(member, member.record.box.of(member.parameter.detach()))
@@ -116,12 +137,12 @@ class InitialValues:
     ) -> None:
         """Call these, all in the module of that name, for parameters in `fresh` places and buffers without values."""
         with _left_alone(name, module, fresh, self._loaded) as stand_ins:
-            for call, each in itertools.product((Initializer.construct, Initializer.finish), initializers):
-                before = [stand_in.value._version for stand_in in stand_ins]
+            for call, each in itertools.product((Initializer.construct, Initializer.initialize), initializers):
+                before = [stand_in.version for stand_in in stand_ins]
                 call(each)
                 self._called.add(each)
                 for stand_in, version in zip(stand_ins, before, strict=True):
-                    if stand_in.value._version != version and stand_in.holder is not each.module:
+                    if stand_in.version != version and stand_in.holder is not each.module:
                         self._lost.setdefault(each, {})[stand_in.name] = None
 
     def finish(self) -> None:
@@ -133,15 +154,25 @@ class InitialValues:
         self._call("", self._model, [each for each in self._initializers if each not in self._called])
         move_buffers(self._model, self._axes)
         for place in self._buffers:
-            if (buffer := place.tensors.get(place.attribute)) is not None and _is_unset(buffer):
+            if (buffer := place.tensors.get(place.attribute)) is not None and is_unset(buffer):
                 self._forgotten.append((place.name, place.initializer))
         all_or_none(self._axes, self._refuse_forgotten)
+        self._warn_of_loaded()
         for each, names in self._lost.items():
+            whose = f"{type(each.module).__name__} {each.name!r}" if each.name else type(each.module).__name__
             warn(
-                f"What {type(each.module).__name__} {repr(each.name) if each.name else 'around the model'} sets of "
-                f"{listed([*map(repr, names)], 3)} is lost, since they are drawn with other units than its own: they "
-                "have what their own modules give them. Name units that have it whole, or build the model on a real "
-                "device."
+                f"What {whose} sets of {listed([*map(repr, names)], 3)} is lost, since they are drawn with other units "
+                "than its own: they have what their own modules give them. Name units that have it whole, or build the "
+                "model on a real device."
+            )
+
+    def _warn_of_loaded(self) -> None:
+        kept = [repr(name) for name, parameter in self._model.named_parameters() if parameter in self._loaded]
+        if self.made and kept:
+            warn(
+                f"The model was built on the meta device, but for {listed(kept, 3)}: the values that these have are "
+                "kept, and the others are drawn. Where they have none yet, call model.to('meta') first: "
+                "torch.Tensor(sizes) heeds no device, and gives memory as it was found."
             )
 
     def _refuse_forgotten(self) -> None:
@@ -196,9 +227,9 @@ def _left_alone(
             if parameter is not None and (id(module._parameters), attribute) not in fresh:
                 replaced.append((module._parameters, attribute, parameter))
                 away = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                value = module._parameters[attribute] = nn.Parameter(away, requires_grad=parameter.requires_grad)
+                value = module._parameters[attribute] = _Meta(away, requires_grad=parameter.requires_grad)
                 if parameter not in loaded:
-                    stand_ins.append(_StandIn(f"{path}.{attribute}" if path else attribute, module, value))
+                    stand_ins.append(_StandIn(f"{path}.{attribute}" if path else attribute, module, attribute, value))
         for attribute, buffer in module._buffers.items():
             if buffer is not None and buffer in loaded:
                 replaced.append((module._buffers, attribute, buffer))
@@ -221,36 +252,3 @@ def _replace(member: Member, value: Tensor) -> None:
     parameter = successor(member.parameter, value)
     vars(parameter).pop("_is_hf_initialized", None)  # it has to be
     member.replace(parameter)
-
-
-_UNSET_BYTE = 0xA5
-"""Byte of a bool without a value; those with one are 0 or 1."""
-
-
-def _unset_integer(dtype: torch.dtype) -> int:
-    """An integer that fills no tensor of that dtype: neither a default, nor a limit, nor a count."""
-    return torch.iinfo(dtype).max - 90
-
-
-def _unset(like: Tensor, device: torch.device) -> Tensor:
-    """Memory of that shape and dtype without a value: `_is_unset` tells it from what has one."""
-    made = torch.empty_like(like, device=device)
-    if made.is_floating_point() or made.is_complex():
-        return made.fill_(float("nan"))
-    if made.dtype == torch.bool:
-        made.view(torch.uint8).fill_(_UNSET_BYTE)
-        return made
-    return made.fill_(_unset_integer(made.dtype))
-
-
-def _is_unset(values: Tensor) -> bool:
-    """Whether any element of a floating tensor has no value yet; of a tensor of integers, whether all have none."""
-    values = values.detach()
-    if not values.numel():
-        return False
-    if values.dtype == torch.bool:
-        return bool((values.view(torch.uint8) == _UNSET_BYTE).all())
-    if not (values.is_floating_point() or values.is_complex()):
-        return bool((values == _unset_integer(values.dtype)).all())
-    real = torch.view_as_real(values) if values.is_complex() else values
-    return bool((real if real.itemsize > 1 else real.float()).max().isnan())  # without a mask of so many bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,12 +48,13 @@ class Initializer:
     def construct(self) -> None:
         """Set values as its constructor does."""
         if (reset := self.by_itself) is not None and (self.owns_tensors or _takes(reset)):
-            reset()
+            with _without_resets(self.module):
+                reset()
 
-    def finish(self) -> None:
+    def initialize(self) -> None:
         """Set values as its model does behind all constructors, which has the last word."""
-        if (initialize := self.by_owner) is not None:
-            initialize(self.module)
+        if (by_owner := self.by_owner) is not None:
+            by_owner(self.module)
 
     def check(self) -> None:
         """Refuse a module with tensors of its own that there is nothing to initialise by.
@@ -116,6 +118,24 @@ def _method(module: nn.Module, name: str) -> Callable[..., object] | None:
     """A method that is the module's own: a wrapper's `__getattr__` may show those of what it wraps."""
     has = name in vars(module) or hasattr(type(module), name)
     return found if has and callable(found := getattr(module, name)) else None
+
+
+@contextlib.contextmanager
+def _without_resets(module: nn.Module) -> Iterator[None]:
+    """Have a `reset_parameters` that calls those of its children set what it changes itself: they are called before."""
+    below = [each for each in module.modules() if each is not module and _method(each, "reset_parameters") is not None]
+    before = [vars(each).get("reset_parameters") for each in below]
+    for each in below:
+        vars(each)["reset_parameters"] = _only_with_arguments(each.reset_parameters)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for each, own in zip(below, before, strict=True):
+            vars(each).update(reset_parameters=own) if own is not None else vars(each).pop("reset_parameters")
+
+
+def _only_with_arguments(reset: Callable[..., object]) -> Callable[..., object]:
+    return lambda *args, **kwargs: reset(*args, **kwargs) if args or kwargs else None
 
 
 def _takes(function: Callable[..., object], *args: object) -> bool:
