@@ -208,6 +208,27 @@ def test_every_second_product_is_computed_again(mode: str, again: int) -> None:
         assert found.grad is not None and wanted.grad is not None and torch.equal(found.grad, wanted.grad)
 
 
+@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective", 0), ("full", 1)])
+def test_products_of_experts_are_kept_as_all_others(mode: str, again: int) -> None:
+    """One kernel for all of a layer, which plans count as kept under `selective`."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = (nn.Parameter(torch.randn(2, 16, 16, dtype=torch.bfloat16)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            ends = torch.tensor([3, 8], dtype=torch.int32)
+            inner = nn.functional.silu(nn.functional.grouped_mm(x, self.up, offs=ends))
+            return nn.functional.grouped_mm(inner, self.down, offs=ends)
+
+    model, x = nn.Sequential(Experts()), torch.randn(8, 16, dtype=torch.bfloat16)
+    checkpoint_activations(model, mode, units=[Experts])
+    with Count(torch.ops.aten._grouped_mm) as count:
+        model(x).square().sum().backward()
+    assert count.calls == 2 + 3 + again  # the last one needs no result of its own
+
+
 def test_attention_is_kept_whichever_fused_kernel_torch_takes() -> None:
     """Which one it is, a device and its libraries decide: cuDNN's comes first on Hopper. By torch's own list."""
     known = {name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}

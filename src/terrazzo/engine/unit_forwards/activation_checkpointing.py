@@ -28,6 +28,7 @@ SAVED_OPS = (
     "mm",
     "addmm",
     "_scaled_mm",
+    "_grouped_mm",
     "bmm",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention",
