@@ -145,6 +145,8 @@ def better(request: Request, point: Point, best: dict[bool, float], worst: float
         check(setup)
     except BadInput:
         return None
+    if setup.plan.groups and setup.mesh.shard_ranks == 1:  # another name of a plan that splits nothing
+        return None
     time = time_of(setup)
     assert not isinstance(time, str), time
     speed = time.tokens_per_s_per_gpu * setup.cluster.count

@@ -69,7 +69,8 @@ def build_setup(request: Request) -> Setup:
     model, cluster = trained(request, shape_of(request.model)), build_cluster(request)
     plan = request.plan or choice_names.strategy(STRATEGY)
     mesh = mesh_of(request, cluster, plan)
-    _check_groups(mesh, plan, cluster.device.near_ranks)
+    if request.dp_replicate is None:  # groups that are named are taken, as a run takes them
+        _check_groups(mesh, plan, cluster.device.near_ranks)
     checkpointing = choice_names.checkpointing(request.checkpointing or "none")
     if checkpointing.every > max(model.layers, 1):
         raise BadInput(
@@ -304,7 +305,7 @@ def mesh_of(request: Request, cluster: Cluster, plan: Plan) -> Mesh:
 
 
 def _check_groups(mesh: Mesh, plan: Plan, near_ranks: int) -> None:
-    """Raises `BadInput` where a plan that splits within groups has groups of one rank each."""
+    """Raises `BadInput` where a plan that splits within groups of its own choice has one rank in each."""
     if not plan.groups or mesh.shard_ranks > 1 or mesh.dp_replicate == 1:
         return
     ranks = mesh.dp_replicate
