@@ -3,6 +3,7 @@
     rectangles         rectangular parts of tensors, and those that a flat range is made of
     box                the part of a parameter that a rank holds along `tp` or `ep`
     absent_parameters  what stands for parameters of stages that other ranks run: drawn here too, then dropped
+    layer_lists        lists of layers, and the blocks that stand in them
     repeated_blocks    blocks that repeat in the lists of a model
     asked_units        units that a user asks for, by class or name
     unit_choice        which modules are units

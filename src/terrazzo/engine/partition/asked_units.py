@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from terrazzo.engine.partition.repeated_blocks import blocks_of, children_of, has_parameters, runs
+from terrazzo.engine.partition.layer_lists import blocks_of, children_of, has_parameters, runs
 from terrazzo.errors import BadInput
 from terrazzo.messages import did_you_mean
 from terrazzo.name_globs import level_hint, of_one_level

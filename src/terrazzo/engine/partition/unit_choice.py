@@ -5,16 +5,18 @@ The first row that finds any holds:
     rule                                                 of                            becomes units
     what the user asks for                               units=[Block], "layers.*"     modules of that class, or name
     the model's own list, `_no_split_modules`            LlamaForCausalLM              each LlamaDecoderLayer
-    classes that repeat in a ModuleList or Sequential:
+    classes that repeat in lists of layers (a ModuleList, a Sequential, a ModuleDict of numbered keys):
       the heaviest                                       ModuleList of 12 Block        each Block
       others as heavy as one unit                        encoder.layers, decoder.layers of nn.Transformer
                                                                                        each layer of both
       lighter ones in a list beside a unit               ModuleList of Block, Skip     each Block, and each Skip
       in place of an item without a forward, its blocks  ModuleList of ModuleDict      each attention and each MLP
+      in place of a large stage, its blocks              four Sequential of Block      each Block
     modules with a million parameters of their own       three nn.Linear(4096, 4096)   each Linear
 
-A layer without children and with less than a million parameters is no block: it stays in the root. Containers have no
-forward, which alone tells when weights are needed, and are never units.
+A layer without children and with less than a million parameters is no block: it stays in the root. A stage is an item
+most of which are blocks alike, in a list of its own (`layer_lists`). Containers have no forward, which alone tells when
+weights are needed, and are never units.
 """
 
 from __future__ import annotations
@@ -23,13 +25,8 @@ from torch import nn
 
 from terrazzo.engine.partition.absent_parameters import absent_in_place
 from terrazzo.engine.partition.asked_units import Units, asked_units
-from terrazzo.engine.partition.repeated_blocks import (
-    MIN_UNIT_NUMEL,
-    children_of,
-    large_modules,
-    repeated_blocks,
-    runs,
-)
+from terrazzo.engine.partition.layer_lists import MIN_UNIT_NUMEL, children_of, is_large, runs
+from terrazzo.engine.partition.repeated_blocks import repeated_blocks
 
 __all__ = ["find_units"]
 
@@ -53,7 +50,8 @@ def find_units(model: nn.Module, units: Units | None, named: str = "units") -> t
         names, repeated = repeated_blocks(model)
         if names:
             return names, f"the repeated block{'s' * (len(repeated) > 1)} {' and '.join(repeated)}"
-        return large_modules(model), f"modules with at least {MIN_UNIT_NUMEL:,} parameters of their own"
+        large = [name for name, module in children_of(model) if is_large(module) and runs(module)]
+        return large, f"modules with at least {MIN_UNIT_NUMEL:,} parameters of their own"
 
 
 def _declared(model: nn.Module) -> tuple[list[str], set[str]]:
