@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import LOADED, Setting, SettingsByPath
+from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.key_verdict import Loss
 from terrazzo.dialects.core.keys import MISSING, number
@@ -31,6 +31,7 @@ from terrazzo.dialects.formats.torchtitan.read_earlier import (
     read_recomputed,
     read_whole_weights,
 )
+from terrazzo.dialects.formats.torchtitan.stored_dtypes import stored_dtypes
 from terrazzo.dialects.formats.torchtitan.torchtitan_reader import ROWS, TorchtitanReader
 
 __all__ = ["read"]
@@ -125,18 +126,13 @@ def _row(
 def _precision(reader: Reader) -> SettingsByPath:
     stored = reader.take("training.dtype")
     compute, way = reader.take("training.mixed_precision_param"), reader.take("optimizer.implementation")
-    narrow = way.value == "fused_opt_states_bf16"
     if way.origin == "file":
         reader.keep(way.key, "how the step is computed", loss="harmless")
-    same = derived(stored.value, stored, origin=stored.origin)
-    settings = {f"precision.{state}": same for state in ("weight", "master", "accumulate")}
     return {
-        **settings,
+        **stored_dtypes(stored, way),
         "precision.compute": compute,
         "precision.reduce": reader.take("training.mixed_precision_reduce"),
-        "precision.moments": derived("bf16" if narrow else stored.value, stored, way, origin=way.origin),
         "precision.saved": reader.take("checkpoint.export_dtype"),
-        "precision.buffers": Setting(LOADED, "default"),
         "precision.autocast": Setting(False, "default"),
     }
 

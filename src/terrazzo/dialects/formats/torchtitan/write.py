@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import LOADED, PATHS, Description
+from terrazzo.dialects.core.description import LOADED, PATHS, Description, Setting
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left, ranks_needed
@@ -12,6 +12,7 @@ from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES
 from terrazzo.dialects.formats.shared.saving_words import write_folder
 from terrazzo.dialects.formats.shared.schedule_words import warmup_steps, write_lags
 from terrazzo.dialects.formats.torchtitan.keys import DECAY_SHAPES, KEYS, LOCAL_BATCH, PIPELINED_BATCH
+from terrazzo.dialects.formats.torchtitan.stored_dtypes import NARROW_MOMENTS, stored_dtypes
 from terrazzo.dialects.formats.torchtitan.write_plan import TAKEN_AXES, write_plan
 
 __all__ = ["write"]
@@ -109,29 +110,31 @@ def _half(draft: Draft, words: dict[str, str]) -> None:
 
 
 def _states(draft: Draft, master: str) -> None:
-    buffers = draft.value("precision.buffers", LOADED)
-    if buffers in (LOADED, master):
-        draft.holds("precision.buffers", "" if buffers == LOADED else f"the model is built in {master}")
-    else:
-        draft.lossy("precision.buffers", "buffers keep the dtype that the model gives them")
-    for state in ("weight", "accumulate"):
-        path = f"precision.{state}"
-        if draft.value(path, master) == master:
-            draft.implied(path)
-        elif draft.value(path) == LOADED:
+    """A verdict on every state that is kept, by the row that the document is read as."""
+    moments, adam = (
+        draft.value("precision.moments", master),
+        draft.value("optimizer.name", "AdamW") in ("Adam", "AdamW"),
+    )
+    way = NARROW_MOMENTS if moments == "bf16" != master and adam else None
+    if way is not None:
+        draft.put("precision.moments", "optimizer.implementation", way)
+    for path, does in stored_dtypes(Setting(master), Setting(way)).items():
+        value = draft.value(path, does.value)
+        if value == does.value:
+            if not draft.has_verdict(path):
+                draft.implied(path)
+        elif path == "precision.buffers" and value == master:
+            draft.holds(path, f"the model is built in {master}")
+        elif path == "precision.buffers":
+            draft.lossy(path, "buffers keep the dtype that the model gives them")
+        elif path == "precision.moments":
+            draft.lossy(path, f"the optimizer's state has the dtype of the weights, {master}")
+        elif value == LOADED:
             draft.lossy(path, "the model is built in training.dtype, float32, whatever the weights come in")
-        elif state == "weight":
+        elif path == "precision.weight":
             draft.holds(path, f"the one copy kept is the master in {master}, cast at each gather: the same numbers")
-        else:
+        elif path == "precision.accumulate":
             draft.lossy(path, f"it has the dtype of the weights, {master}")
-    moments = draft.value("precision.moments", master)
-    key, adam = "optimizer.implementation", draft.value("optimizer.name", "AdamW") in ("Adam", "AdamW")
-    if moments == master:
-        draft.implied("precision.moments")
-    elif moments == "bf16" and adam:
-        draft.put("precision.moments", key, "fused_opt_states_bf16")
-    else:
-        draft.lossy("precision.moments", f"the optimizer's state has the dtype of the weights, {master}")
 
 
 def _sequences(draft: Draft) -> None:
