@@ -206,3 +206,41 @@ def test_a_residual_around_a_block_has_an_error_that_says_where_it_belongs() -> 
 def test_blocks_of_blocks_are_refused() -> None:
     styles = {**plan("*"), "*.mlp": "sequence"}
     refused(nn.Sequential(Block()), "'0.mlp' as 'sequence' inside of '0', which is so too", tensor=styles)
+
+
+class Beside(Block):
+    """With one more module in a block, of which its class alone says what it does with positions."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x))
+
+
+class SeqNorm(nn.LayerNorm):
+    """Over positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / x.std(1, keepdim=True)
+
+
+class OwnRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+
+
+@pytest.mark.parametrize("inner", [nn.GroupNorm(2, 8), SeqNorm(8), nn.InstanceNorm1d(8), nn.AvgPool1d(3, 1, 1)])
+def test_a_module_that_may_compute_over_positions_is_not_given_a_part_unasked(inner: nn.Module) -> None:
+    match = rf"'0.inner', a {type(inner).__name__}, is neither cut .*\('replicate', if it computes each position"
+    refused(nn.Sequential(Beside(inner)), match, tensor=plan("*"))
+
+
+@pytest.mark.parametrize("inner", [nn.RMSNorm(8), OwnRMSNorm()], ids=["torch", "own"])
+def test_a_norm_over_channels_is_known_by_its_class(inner: nn.Module) -> None:
+    check(seeded(lambda: nn.Sequential(Beside(inner))), [randn(3, 4, 8)], squares, 2, tensor=plan("*"))

@@ -166,6 +166,14 @@ def test_channels_of_a_head_of_the_whole_over_those_of_a_rank_are_refused() -> N
         through_view(setup.cut, setup.parts[0].shape, setup.parts[0].view(view).shape, 2)
 
 
+@pytest.mark.parametrize("setup", [each for each in SETUPS if each.layout in ("channels", "rows")], ids=str)
+def test_a_size_of_the_rank_is_not_taken_for_its_own_beside_what_may_be_more_of_the_whole(setup: Setup) -> None:
+    """On the whole, -1 behind is as many as ranks; here it is one."""
+    shape = setup.parts[0].shape
+    with pytest.raises(Mixed, match="makes heads"):
+        through_view(setup.cut, shape, (*shape, 1), len(shape))
+
+
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_views_that_models_write_are_followed(setup: Setup) -> None:
     here, width = setup.heads // setup.ranks, setup.width

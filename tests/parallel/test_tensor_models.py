@@ -431,6 +431,36 @@ def test_a_tied_parameter_is_cut_one_way() -> None:
     refused(net, "'table.weight' and 'head.weight' are one parameter", tensor={"table": "embedding_rowwise"})
 
 
+class Twice(nn.Module):
+    """Has one module, and one inside of it, under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Fused()
+        self.other = self.inner
+        self.both = self.inner.both
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self.inner.down(F.silu(gate) * up) + self.other(x)
+
+
+def test_a_module_under_two_names_is_cut_once() -> None:
+    plan = {"0.inner.both": Colwise(parts=(12, 12)), "0.inner.down": "rowwise"}
+    base = seeded(lambda: nn.Sequential(Twice()))
+    check(base, ACTIVATIONS, lambda model, x: model(x).square().mean(), 2, tensor=plan, sequence=False)
+
+
+def test_a_norm_under_two_names_has_one_kind_of_gradient() -> None:
+    net = Net()
+    net.last = net.layers[1].norm
+    refused(net, "'layers.1.norm.weight' and 'last.weight' are one parameter", tensor=PLAN)
+
+
+def test_whether_sequences_are_split_is_a_bool() -> None:
+    refused(Net(), "sequence is 'no'; give True or False", tensor=PLAN, sequence="no")
+
+
 def test_heads_that_tp_does_not_divide_are_refused() -> None:
     refused(Decoder(CONFIG), "4 heads in 16 outputs, which tp 3 does not divide", tp=3)
 

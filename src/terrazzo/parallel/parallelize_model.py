@@ -85,7 +85,7 @@ def parallelize(  # structure: signature fixed by the design
             model is cut already; a parameter to be cut has a hook or a gradient. Along `cp`: attention cannot be
             shared, or `context` is None. Along `ep`: there are no experts, or ep does not divide their number. Along
             `pp`: the model cannot be cut into so many stages, or `pipeline` is None. On any mesh: an unknown `context`
-            or `balance`; a plan without an axis `tp`, or `pipeline` without `pp`.
+            or `balance`, a `sequence` that is no bool; a plan without an axis `tp`, or `pipeline` without `pp`.
     """
     arguments, sizes = _Arguments(tensor, sequence, context, balance, pipeline), _sizes(mesh)
     if all(size == 1 for size in sizes.values()):
@@ -182,6 +182,8 @@ def _check_arguments(mesh: DeviceMesh, sizes: Mapping[str, int], arguments: _Arg
         BadInput: there.
     """
     check_names(arguments.context, arguments.balance)
+    if not isinstance(arguments.sequence, bool):
+        raise BadInput(f"sequence is {arguments.sequence!r}; give True or False: whether blocks split sequences.")
     if sizes[STAGE_AXIS] > 1 and arguments.pipeline is None:
         raise BadInput(
             f"The mesh has pp {sizes[STAGE_AXIS]}, and nothing says how its ranks share the model: give tz.parallelize "

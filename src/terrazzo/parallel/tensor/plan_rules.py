@@ -99,12 +99,29 @@ def _check_split(cuts: TensorCuts) -> None:
     for name, module in cuts.model.named_modules():
         if cuts.block_of(name) is None or cuts.inside(name, Enter) or name in cuts.styles:
             continue
-        if next(module.parameters(recurse=False), None) is not None and not type(module).__name__.endswith("Norm"):
+        if _may_mix_positions(module):
             raise BadInput(
                 f"{name!r}, a {type(module).__name__}, is neither cut nor inside of a module of style 'enter', but "
                 "would see a part of each sequence alone. Give it a style ('replicate', if it computes each position "
-                "by itself), or pass sequence=False to tz.parallelize."
+                "by itself, as a norm over channels does), or pass sequence=False to tz.parallelize."
             )
+
+
+_TOKENWISE = (nn.LayerNorm.forward, nn.RMSNorm.forward)
+_TOKENWISE_NAMES = ("LayerNorm", "RMSNorm")
+_WITHOUT_PARAMETERS = {f"torch.nn.modules.{each}" for each in ("pooling", "batchnorm", "instancenorm", "normalization")}
+"""Of torch, with modules that compute over positions, or may be given these where others are given channels."""
+
+
+def _may_mix_positions(module: nn.Module) -> bool:
+    """Whether a module that nobody has given a style may compute a position from others, for all that its class says.
+
+    Norms of other names than those two compute over whatever dim they like: over groups of channels and all positions.
+    """
+    kind = type(module)
+    if kind.forward in _TOKENWISE or kind.__name__.endswith(_TOKENWISE_NAMES):
+        return False
+    return next(module.parameters(recurse=False), None) is not None or kind.__module__ in _WITHOUT_PARAMETERS
 
 
 def _with_parameters(model: nn.Module, name: str) -> list[str]:

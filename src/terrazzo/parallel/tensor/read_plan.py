@@ -207,7 +207,10 @@ def _record_uncut(cuts: TensorCuts) -> None:
     by_parameter: dict[nn.Parameter, tuple[str, Record]] = {}
     for name, module in cuts.model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False):
-            record = cuts.records.setdefault((name, attribute), _uncut(cuts, name, attribute, parameter))
+            place = cuts.first_name(name), attribute
+            cut = cuts.records.get(place)
+            record = _uncut(cuts, name, attribute, parameter) if cut is None or cut.box.is_all else cut
+            cuts.records.setdefault(place, record)
             before, known = by_parameter.setdefault(parameter, (f"{name}.{attribute}", record))
             if record != known:
                 raise BadInput(
@@ -219,8 +222,9 @@ def _record_uncut(cuts: TensorCuts) -> None:
 
 def _uncut(cuts: TensorCuts, name: str, attribute: str, parameter: nn.Parameter) -> Record:
     """The record of a parameter that all ranks have whole. Gradients are summed where ranks see other activations."""
-    style = cuts.styles.get(name)
+    first = cuts.first_name(name)
+    style = cuts.styles.get(first)
     after_sum = style.after_sum if isinstance(style, Replicate) else attribute == "bias" and isinstance(style, Rowwise)
     within = cuts.inside(name, Enter) and not after_sum
-    partial = cuts.block_of(name) is not None or within or name in cuts.rows
+    partial = cuts.block_of(name) is not None or within or first in cuts.rows
     return Record(Family.SHARED, Box.all_of(parameter.shape), replicated=not partial)

@@ -60,8 +60,18 @@ class TensorCuts:
 
     def _around(self, name: str, kind: type[Style]) -> str | None:
         parts = name.split(".")
-        names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        names = (self.first_name(".".join(parts[:end])) for end in range(1, len(parts) + 1))
         return next((each for each in names if isinstance(self.styles.get(each), kind)), None)
+
+    def first_name(self, name: str) -> str:
+        """The name that `named` and the plan have for a module, which the model may have under several."""
+        return self._first_names.get(name, name)
+
+    @functools.cached_property
+    def _first_names(self) -> dict[str, str]:
+        first: dict[nn.Module, str] = {}
+        every = self.model.named_modules(remove_duplicate=False)
+        return {name: known for name, module in every if (known := first.setdefault(module, name)) != name}
 
     def region_of(self, name: str) -> str:
         """The outermost module around one, or itself, in which ranks compute parts of gradients."""

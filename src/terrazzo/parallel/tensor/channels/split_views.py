@@ -10,6 +10,7 @@ parts lie side by side along it. Which are taken:
     right                                                         that of -1, and those that may be (`_may_be`)
     wrong            right, and surely this rank's (`_is_sure`)   those
     none was given   right, and nothing before it has changed     that
+    wrong, not of 1  right, and nothing before it has changed     that
     none was given   right, and of heads (`_is_of_heads`)         those
     none was given   right, and may be this rank's (`_may_be`)    those
     wrong, or none   none of these                                none: the view is refused
@@ -58,7 +59,7 @@ def through_view(cut: ChannelCut, old: Sequence[int], new: Sequence[int], inferr
             taken += [dim for dim in readings if _may_be(cut, old, new, readings[dim])]
             taken += _as_simple(readings, taken[:1])
         return [each for dim, each in readings.items() if dim in taken or dim == kept]
-    if kept in readings:
+    if kept in readings and not (inferred is not None and new[inferred] == 1):  # which may be more of the whole
         return [readings[kept]]
     taken = [dim for dim in readings if _is_of_heads(cut, new, readings[dim])]
     if inferred is None:
