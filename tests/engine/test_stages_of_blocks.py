@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -192,3 +193,42 @@ def test_blocks_of_a_dict_beside_units_are_named_where_they_stay_in_the_root() -
 
     with fake_group(2), pytest.raises(UserWarning, match=r"In no unit.*3 layers, 'layers\.0'"):
         tz.shard(Declared(), None, "zero3")
+
+
+# -- what is said where one unit is most of the model ----------------------------------------------------------
+
+
+class Deep(nn.Module):
+    """Of 6.4 million parameters. Most are in one list, whose modules are too small to be gathered alone; or tables."""
+
+    def __init__(self, layers: nn.Module, *tables: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.tables = layers, nn.ModuleList(tables)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def small_linears(count: int, width: int = 512) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+
+
+UNEVEN = lambda: nn.ModuleList([nn.Sequential(*small_linears(22)), nn.Sequential(*small_linears(2))])  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "said"),
+    [
+        (lambda: Deep(small_linears(24)), "zero3", r"The root holds 100% of the model's.*1,000,000.*units="),
+        (lambda: Deep(UNEVEN()), "zero3", r"Unit 'layers\.0', a Sequential, holds 92% .*block Sequential.*units="),
+        (lambda: Deep(small_linears(24)), "zero2", None),
+        (lambda: Deep(small_linears(15)), "zero3", None),
+        (lambda: Deep(nn.ModuleList(), *(nn.Linear(512, 2000, bias=False) for _ in range(6))), "zero3", None),
+    ],
+    ids=["root", "unit", "whole weights", "small", "large tensors"],
+)
+def test_one_unit_that_is_most_of_a_model_is_said(make: Callable[[], nn.Module], plan: str, said: str | None) -> None:
+    with fake_group(2), torch.device("meta"):
+        with contextlib.nullcontext() if said is None else pytest.raises(UserWarning, match=said):
+            estimate(make(), None, plan)
+        estimate(make(), None, plan, units=["layers.*"] if len(make().layers) else [])  # asked for: not said

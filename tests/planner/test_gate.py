@@ -421,6 +421,14 @@ def test_the_whole_model_as_one_unit_can_be_said_of_any_model() -> None:
     assert "whole model in one unit" not in rules_found("fsdp1", {})
 
 
+@pytest.mark.parametrize("deep", [9, 2], ids=["most", "half"])
+def test_most_of_a_model_in_one_unit_is_said(deep: int) -> None:
+    matrix = TensorShape("weight", (1024, 1024))
+    stages = (UnitShape("0", (matrix,) * deep), UnitShape("1", (matrix,) * 2))
+    found = rules_found("terrazzo", {"model": ModelShape("stages", (UnitShape("", ()), *stages), vocab=100)})
+    assert ("model in one unit" in found) == (deep > 2)
+
+
 def test_numbers_stand_in_the_reasons() -> None:
     found = findings(setup_of({"pp": 4, "micro_batches": 3, "strategy": "zero1", "framework": "megatron"}))
     text = next(str(finding) for finding in found if finding.rule == "fewer micro-batches than stages")

@@ -8,6 +8,7 @@
     asked_units        units that a user asks for, by class or name
     unit_choice        which modules are units
     unit_members       which unit owns each parameter, and what is known of it
+    unit_sizes         whether one unit is most of the model
     packed_members     which frozen matrices of a unit are kept in 4 bits
 
 Read them in that order. `rectangles` and `box` are arithmetic; the others look at modules, and allocate nothing.

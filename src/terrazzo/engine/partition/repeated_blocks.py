@@ -34,7 +34,8 @@ def repeated_blocks(model: nn.Module) -> tuple[list[str], list[str]]:
 def layers_in_root(model: nn.Module, units: Sequence[str]) -> list[str]:
     """Names of the layers of lists that are in none of these units, where together they outweigh the largest one.
 
-    Of a `Sequential` those of which several are alike: others may be a head, whose place is the root.
+    Of a `Sequential` those of which several are alike: others may be a head, whose place is the root. None without
+    units: all is in the root then.
     """
     with absent_in_place(model):
         modules, lists = {model.get_submodule(name) for name in units}, LayerLists(model)

@@ -17,6 +17,8 @@ from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.interception.torch_wrappers import check_unwrapped
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import is_sharded
+from terrazzo.engine.partition.unit_members import UnitSpec
+from terrazzo.engine.partition.unit_sizes import most_in_one
 from terrazzo.engine.plan.precision import MOMENTS_NAMES, Precision
 from terrazzo.engine.runtime.dtensors import is_dtensor
 from terrazzo.errors import BadInput, Misuse
@@ -31,6 +33,7 @@ __all__ = [
     "check_model",
     "warn_of_layers_in_root",
     "warn_of_left_without",
+    "warn_of_most_in_one",
 ]
 
 
@@ -276,4 +279,18 @@ def warn_of_layers_in_root(layers: Sequence[str], why_units: str) -> None:
             f"In no unit, and heavier than the largest one: {counted(len(layers), 'layer')}, "
             f"{listed([*map(repr, layers)], 5)}. Units are {why_units}; what is in none stays gathered all step. Name "
             "these layers, too, in units=."
+        )
+
+
+def warn_of_most_in_one(units: Sequence[UnitSpec], why_units: str) -> None:
+    """Say which of the units that were found is most of the model, whose weights are split in vain."""
+    sizes = [[member.parameter.numel() for member in unit.members] for unit in units]
+    most = most_in_one(sizes)
+    if most is not None and dist.get_rank() == 0:
+        unit, share = units[most], sum(sizes[most]) / sum(map(sum, sizes))
+        which = f"Unit {unit.name!r}, a {type(unit.module).__name__}," if unit.name else "The root"
+        warn(
+            f"{which} holds {share:.0%} of the model's parameters, which are gathered at once: a plan that splits "
+            f"weights saves little memory so. Units are {why_units}. Name the blocks inside it in units=, by their "
+            "class or by names such as 'layers.*'."
         )

@@ -48,6 +48,7 @@ from terrazzo.engine.sharding.model_checks import (
     check_model,
     warn_of_layers_in_root,
     warn_of_left_without,
+    warn_of_most_in_one,
 )
 from terrazzo.engine.sharding.optimizer_checks import assign_checked, checked_templates
 from terrazzo.engine.sharding.packed_checks import check_packed
@@ -168,10 +169,13 @@ def _read_arguments(
     check_dtypes(model, precision)
     check_max_norm(model, axes)
     names, why_units = find_units(model, options.units)
-    if options.units is None:
-        warn_of_layers_in_root(layers_in_root(model, names), why_units)
     stages = stages_of(model)
     drawn = partition(model, names, None if stages is None else stages.tied_ranks)
+    if options.units is None:
+        if layers := layers_in_root(model, names):
+            warn_of_layers_in_root(layers, why_units)
+        elif stages is None and axes.live(plan.weight.axes):  # of a stage one block may be most
+            warn_of_most_in_one(drawn, why_units)
     warn_of_left_without(left_without(model, names, drawn))
     specs = [spec for spec in drawn if spec.members]
     check_initializable(model)

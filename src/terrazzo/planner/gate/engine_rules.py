@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from terrazzo.parallel.transformers_support import CUT_MATRICES, NO_STAGES, SHARED_SEQUENCES
-from terrazzo.planner.gate.facts import whole_model
+from terrazzo.planner.gate.facts import most_of_model
 from terrazzo.planner.gate.rule import RuleBook
 from terrazzo.planner.layout.buckets import is_packed
 from terrazzo.planner.layout.stages import trains_everywhere, units_on
@@ -238,14 +238,14 @@ def _loss_without_all_logits_in_fp16(setup: Setup) -> bool:
 @terrazzo.warns(
     "model in one unit",
     reason=(
-        "{model} is one sharding unit: all its weights are gathered at once, so the peak is the whole model again, "
-        "and nothing can overlap."
+        "{model} is one sharding unit, or most of it is: its weights are gathered at once, so the peak is nearly the "
+        "whole model again, and little can overlap."
     ),
     alternative="Leave it so where it fits, else make each repeated block a unit (plan.units).",
-    source="terrazzo.engine.partition.unit_choice",
+    source="terrazzo.engine.partition.unit_sizes",
 )
 def _model_in_one_unit(setup: Setup) -> bool:
-    return whole_model(setup)
+    return most_of_model(setup)
 
 
 ENGINE_RULES = terrazzo.rules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from terrazzo.engine.partition.unit_sizes import most_in_one
 from terrazzo.messages import counted
 from terrazzo.parallel import Chunks
 from terrazzo.parallel.sharing_rules import shares_experts
@@ -16,7 +17,7 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.timeline import idle_of_equal_stages
 from terrazzo.planner.traffic.exchanges import expert_group, model_parallel_moves
 
-__all__ = ["Facts", "in_shares", "on_disk", "split_group", "tiers", "whole_model", "zero_stage"]
+__all__ = ["Facts", "in_shares", "most_of_model", "on_disk", "split_group", "tiers", "whole_model", "zero_stage"]
 
 
 def zero_stage(setup: Setup) -> int:
@@ -43,7 +44,17 @@ def in_shares(setup: Setup) -> bool:
 def whole_model(setup: Setup) -> bool:
     """Whether all weights are gathered at once."""
     one = setup.framework.whole_model_unit or (not setup.model.repeated and setup.model.vocab > 0)
-    return one and zero_stage(setup) == 3 and setup.mesh.data_ranks > 1
+    return one and _gathers(setup)
+
+
+def most_of_model(setup: Setup) -> bool:
+    """Whether most weights are gathered at once, or all."""
+    units = [[tensor.numel for tensor in unit.tensors] for unit in setup.model.units for _ in range(unit.count)]
+    return whole_model(setup) or (_gathers(setup) and not setup.model.bare and most_in_one(units) is not None)
+
+
+def _gathers(setup: Setup) -> bool:
+    return zero_stage(setup) == 3 and setup.mesh.data_ranks > 1
 
 
 def split_group(setup: Setup) -> RankGroup | None:

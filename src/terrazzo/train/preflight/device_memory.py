@@ -36,8 +36,8 @@ DOUBT = 1.3
 """A run is refused for its activations only if the estimate is this many times what there is. Nine in ten published
 runs took within 11 % of their estimates (docs/planner.md); these are few in kind, so the margin here is larger."""
 
-SAID_ELSEWHERE = ("states on consumer disks", "empty rows")
-"""Rules of the planner's gate about which `offload_notes` and `filling_note` say more."""
+SAID_ELSEWHERE = ("states on consumer disks", "empty rows", "model in one unit")
+"""Rules of the planner's gate about which `offload_notes`, `filling_note` and `tz.shard` say more."""
 
 
 def check_plan(config: Config, world_size: int, whole: ModelOnPaper | None = None) -> list[str]:
