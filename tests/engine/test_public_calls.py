@@ -6,6 +6,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from terrazzo.engine.comm.links import Links
 from terrazzo.engine.interception.sharded_module import ShardedModule
 from terrazzo.engine.interception.sharded_optimizer import ShardedOptimizer
 from terrazzo.engine.labels.declared_calls import DECLARED_CALLS
-from terrazzo.engine.labels.label import Label, moving
+from terrazzo.engine.labels.label import Label
 from terrazzo.engine.labels.purposes import Purpose
 from tests.engine.toys import Net, adamw, batch, loss_of, on_ranks, sharded
 
@@ -137,14 +138,13 @@ def begun() -> Iterator[tuple[set[str], set[str]]]:
     """Notes where an exchange begins that nothing has named, and which calls name one."""
     unnamed, calls, begin = set[str](), set[str](), Links.begin
 
-    def noting(links: Links) -> Exchange:
-        label = moving.get()
-        if label == Label():
+    def noting(links: Links, label: Label) -> Exchange:
+        if replace(label, model=0) == Label():
             here = [each for each in traceback.extract_stack() if "/terrazzo/" in each.filename]
             unnamed.add(" < ".join(f"{Path(each.filename).name}:{each.lineno}" for each in here[::-1][2:8]))
         if label.purpose is Purpose.CALL:
             calls.add(str(label))
-        return begin(links)
+        return begin(links, label)
 
     with mock.patch.object(Links, "begin", noting):
         yield unnamed, calls

@@ -499,6 +499,48 @@ def test_uneven_micro_batches_are_named_where_messages_carry_no_labels(two_proce
         assert "gradient of" in told and "backward 2" in told and "accumulate" in told
 
 
+def two_models_in_opposite_order(native: bool) -> str:
+    """What a rank hears as the second one runs the models the other way round; run by each process."""
+    group = dist.new_group(timeout=timedelta(seconds=SKIPPING_TIMEOUT_S))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",))
+    kind = NativeCollectives if native else backends.BY_BACKEND["gloo"]
+    with patch.dict(backends.BY_BACKEND, {"gloo": kind}):
+        models = [tz.shard(nn.Linear(6, 6), None, "zero3", mesh=mesh)[0] for _ in range(2)]
+    try:
+        for model in reversed(models) if dist.get_rank() else models:
+            model(torch.ones(2, 6))
+    except tz.RanksApart as apart:
+        return str(apart)
+    return ""
+
+
+@pytest.mark.processes
+def test_ranks_that_run_two_models_in_opposite_order_hear_of_which_each_is(two_processes: Pool) -> None:
+    for told in two_processes.run(two_models_in_opposite_order, True, timeout_s=60.0):
+        assert (
+            "rank 0 at the end of forward 1, of the first model; rank 1 at the end" in told and "second model" in told
+        )
+    for told in two_processes.run(two_models_in_opposite_order, False, timeout_s=60.0):
+        first = "rank 0 at the weights of the root unit for training forward 1, of the first model; rank 1 at the"
+        assert first in told and "forward 1, of the second model." in told, told
+
+
+def test_norms_of_two_models_in_opposite_order_are_refused_on_all_ranks() -> None:
+    """They are as many numbers, for the same, along the same axis."""
+
+    def body(rank: int) -> str:
+        models = [tz.shard(nn.Linear(6, 6), None, "zero3")[0] for _ in range(2)]
+        for model in models:
+            model(torch.ones(2, 6)).sum().backward()
+        with pytest.raises(tz.RanksApart) as apart:
+            tz.clip_grad_norm_(models[rank], 1.0)
+        return str(apart.value)
+
+    for told in on_ranks(2, body):
+        norm = "the norm of all gradients, of the"
+        assert f"same: rank 0 at {norm} first model; rank 1 at {norm} second model. " in told, told
+
+
 def test_ranks_that_meet_at_the_ends_of_other_passes_are_named() -> None:
     """Between a forward and its backward nothing is gathered here, so that only their ends are met at."""
 

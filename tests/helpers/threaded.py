@@ -19,7 +19,6 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 from terrazzo.engine.comm.collectives import Collectives, MessageRoute
 from terrazzo.engine.comm.sums import add_in_order
 from terrazzo.engine.comm.transfer import Handle, Moves
-from terrazzo.engine.labels.label import moving
 from tests.helpers import meetings, turns
 
 __all__ = ["ThreadedCollectives"]
@@ -46,7 +45,7 @@ class ThreadedCollectives(Collectives):
     def _compare_labels(self) -> None:
         """The first rank that comes writes down what it moves, and the others compare."""
         count = _compared[self.group] = _compared.get(self.group, 0) + 1
-        label = moving.get()
+        label = self.label
         key = f"terrazzo/{self.group.group_name}/{count}"
         rank, code = self._store.compare_set(key, "", f"{dist.get_rank()} {label.code}").split()
         label.check(0, int(rank), int(code), 0)

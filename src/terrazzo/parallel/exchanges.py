@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.comm.failed_exchanges import MeshGroups
 from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.engine.labels.label import Label
@@ -76,7 +77,8 @@ class AxisRanks:
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Self:
         """The ranks of a process group, with connections of their own. Collective."""
-        return cls(collectives_for(group, current(kind_of_group()), Traffic(), Ledger()))
+        shared = MeshGroups(shared=True)
+        return cls(collectives_for(group, current(kind_of_group()), Traffic(), Ledger(), mesh_groups=shared))
 
     def labelled(self, label: Label) -> Self:
         """The same ranks, whose exchanges have this label, and their number in it."""

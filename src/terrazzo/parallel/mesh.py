@@ -115,7 +115,7 @@ def axis_of(mesh: DeviceMesh, axis: str) -> tuple[Axes, Collectives]:
 def _once_for(mesh: DeviceMesh, axis: str | None) -> Axes:
     key = id(mesh), axis  # meshes of earlier process groups may be equal to it
     if key not in _BUILT:
-        _BUILT[key] = Axes(mesh if axis is None else mesh[axis], Tally())
+        _BUILT[key] = Axes(mesh if axis is None else mesh[axis], Tally(), shared=True)
         weakref.finalize(mesh, _BUILT.pop, key, None)
     return _BUILT[key]
 

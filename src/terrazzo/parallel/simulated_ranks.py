@@ -81,7 +81,10 @@ class _NoLinks(Links):
     """To ranks that there are not."""
 
     def __init__(self, size: int, rank: int) -> None:
-        self.axis, self.size, self.rank = "", size, rank
+        self.axis, self.size, self.rank, self.model = "", size, rank, 0
+
+    def next_model(self) -> int:
+        return 0
 
 
 class _SimulatedCollectives(Collectives):

@@ -16,10 +16,12 @@ from terrazzo.engine.buckets.gradients.gradient import _TAGS
 from terrazzo.engine.comm import backends, tags
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.comm.failed_exchanges import MeshGroups
 from terrazzo.engine.comm.host.gloo import GlooCollectives
 from terrazzo.engine.comm.transfer import Handle, Transfer
 from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
+from terrazzo.engine.labels.label import Label
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.parallel.pipeline.messages import Messages
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind
@@ -210,7 +212,9 @@ def test_a_transfer_has_one_collective_in_flight() -> None:
 @pytest.mark.parametrize("kind", ["gather", "reduce"])
 def test_no_message_has_the_tag_of_another_kind(kind: str) -> None:
     """Gloo ends a process when a message is longer than its place."""
-    group: Any = SimpleNamespace(_model=1, _counts={"gather": 0, "reduce": 0})
+    group: Any = SimpleNamespace(
+        label=Label(), links=SimpleNamespace(mesh_groups=MeshGroups()), _counts={"gather": 0, "reduce": 0}
+    )
     links: Any = SimpleNamespace(_begun=511, _stages=8)
     last, first = Action(7, ActionKind.BACKWARD, 999), Action(0, ActionKind.FORWARD, 0)
     stamps = [GlooCollectives._stamp(group, kind) for _ in range(1000)]

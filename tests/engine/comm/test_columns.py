@@ -107,7 +107,7 @@ def both_ways(machines: Sequence[int]) -> list[tuple[Columns, int, int]]:
         counting: Any = Counting(group)
         full = torch.zeros(count, CHUNK)
         full[rank] = parts[rank][:CHUNK]
-        table.gather(counting, Stamp.of(Label(), 1, 0, 1), near, full.view(-1))
+        table.gather(counting, Stamp.of(Label(), False, 0, 1), near, full.view(-1))
         assert torch.equal(full, torch.stack([part[:CHUNK] for part in parts]))
         sums: list[Tensor] = []
 
@@ -118,7 +118,7 @@ def both_ways(machines: Sequence[int]) -> list[tuple[Columns, int, int]]:
                 begun = begun + value
             sums.append(begun)
 
-        table.reduce(counting, Stamp.of(Label(), 1, 1, 1), near, parts[rank].clone(), add)
+        table.reduce(counting, Stamp.of(Label(), False, 1, 1), near, parts[rank].clone(), add)
         assert torch.equal(sums[0], total.view(count, CHUNK)[rank])
         return table, counting.sent, counting.most
 

@@ -23,7 +23,6 @@ from terrazzo.engine.comm.links import Links
 from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.transfer import Handle, Moves, converted, next_stream, outlives_chain
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
-from terrazzo.engine.labels.label import moving
 
 __all__ = ["Collectives", "MessageRoute", "NativeCollectives"]
 
@@ -72,9 +71,10 @@ class Collectives(ControlExchanges, ABC):
         self.trail, self.checksum = _new_trail(), 0
 
     def counted_by(self, traffic: Traffic) -> Self:
-        """The same connections, with what goes through them from here counted by `traffic`."""
+        """The same connections for one more model, with what goes through them from here counted by `traffic`."""
         other = copy.copy(self)
         other.traffic, other.trail, other.checksum = traffic, _new_trail(), 0
+        other.model = self.links.next_model()
         return other
 
     def all_gather(self, full: Tensor, kind: str = "all_gather") -> Moves[Tensor]:
@@ -229,7 +229,7 @@ class NativeCollectives(Collectives):
         return Handle([work], tensors, self.traffic.times_of(self.axis, kind), queued=True)
 
     def _leave_trail(self) -> None:
-        code = moving.get().code
+        code = self.label.code
         self.trail.append(code)
         self.checksum = zlib.crc32(code.to_bytes(8, "little"), self.checksum)
 

@@ -18,6 +18,7 @@ import functools
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from terrazzo.engine.comm.links import Links
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
-from terrazzo.engine.labels.label import moving
+from terrazzo.engine.labels.label import Label, moving
 from terrazzo.engine.labels.rank_places import PlacesDiffer
 
 __all__ = ["ControlExchanges", "all_gather_single", "carried"]
@@ -62,11 +63,17 @@ class ControlExchanges:
         links: to the other ranks.
         traffic, ledger: where what goes through is counted, and memory that exchanges hold.
         axis, size, rank: of the links.
+        model: the number of the model that exchanges, which each label has; 0 where it is none.
     """
 
     def __init__(self, links: Links, traffic: Traffic, ledger: Ledger) -> None:
         self.links, self.traffic, self.ledger = links, traffic, ledger
-        self.axis, self.size, self.rank = links.axis, links.size, links.rank
+        self.axis, self.size, self.rank, self.model = links.axis, links.size, links.rank, links.model
+
+    @property
+    def label(self) -> Label:
+        """The label of the exchange that is being started, which says of which model it is."""
+        return replace(moving.get(), model=self.model)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -169,7 +176,7 @@ class ControlExchanges:
         if values.is_cuda and not on_host:
             self._leave_trail()
             return None
-        label, dtype, axes = moving.get(), str(values.dtype).removeprefix("torch."), " and ".join(over or (self.axis,))
+        label, dtype, axes = self.label, str(values.dtype).removeprefix("torch."), " and ".join(over or (self.axis,))
         detail = f"{act.name} of {values.numel()} {dtype} numbers along {axes or 'an axis'}"
         fits = not values.is_cuda and values.nbytes <= _ROOM_BYTES
         head = _HEAD.pack(label.code, zlib.crc32(detail.encode()))
@@ -219,7 +226,7 @@ class ControlExchanges:
         """Count what is inside, which blocks until all ranks are there, as a wait for the last one."""
         with self.traffic.times_of(self.axis, kind).waiting(late=True):
             try:
-                with self.links.begin().part(last=True):
+                with self.links.begin(self.label).part(last=True):
                     yield
             except RuntimeError as error:
                 for why in self._standing_still():

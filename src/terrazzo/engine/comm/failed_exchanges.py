@@ -39,9 +39,14 @@ _numbers = itertools.count()
 
 
 class MeshGroups:
-    """The process groups in which this rank exchanges along the axes of a mesh: what fails in one, fails in all."""
+    """The process groups in which this rank exchanges along the axes of a mesh: what fails in one, fails in all.
 
-    def __init__(self) -> None:
+    Args:
+        shared: whether they are for several models, each of which has collectives `counted_by` its own traffic.
+    """
+
+    def __init__(self, shared: bool = False) -> None:
+        self.shared = shared
         self._hang_ups: dict[dist.ProcessGroup, list[Callable[[], None]]] = {}
 
     def add(self, group: dist.ProcessGroup, *hang_ups: Callable[[], None]) -> None:

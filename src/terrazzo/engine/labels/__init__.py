@@ -8,7 +8,7 @@ where those have no room for it (NCCL) in a checksum that ranks compare when the
     numbered        what labels have numbers of, such as units, and the names that a rank knows of these
     declared_calls  calls that every rank makes together, each declared where it is made
     purposes        why something is exchanged: the words for it, and what errors ask for
-    label           purpose and numbers of one exchange, in 63 bits; and that of the exchange which is begun now
+    label           purpose, model and numbers of one exchange, in 63 bits; and that of the exchange begun now
 
 Read them in that order.
 """

@@ -1,4 +1,4 @@
-"""The label of an exchange: its purpose, and what it moves."""
+"""The label of an exchange: its purpose, what it moves, and of which model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from terrazzo.errors import RanksApart
 
 __all__ = ["Label", "collective_call", "labelled", "measuring", "moving"]
 
-_NUMBERS = 1 << (63 - PURPOSE_BITS - INDEX_BITS)
-"""How far the passes and exchanges of labels are counted in a code."""
-
+_MODELS = 1 << 8
+"""How far models are counted in a code: two whose numbers are so far apart have the same there."""
+_NUMBERS = (1 << (63 - PURPOSE_BITS - INDEX_BITS)) // _MODELS
+"""How far passes and exchanges are."""
 
 _NO_NAMES = Names()
 
@@ -32,22 +33,26 @@ class Label:
         index: the number of what is moved, where it is of one unit, module, call or measure.
         number: of the pass that it belongs to, or of the exchange of activations, counted on each rank from the start.
         names: by which this label is read, and those of other ranks.
+        model: which one it is of, among those that exchange in the group; set where an exchange begins (see `Links`).
     """
 
     purpose: Purpose = Purpose.AGREEMENT
     index: int = 0
     number: int = 0
     names: Names = _NO_NAMES
+    model: int = 0
 
     @property
     def code(self) -> int:
         """The label in 63 bits, equal on ranks that move the same."""
-        return self.purpose | self.index << PURPOSE_BITS | self.number % _NUMBERS << (PURPOSE_BITS + INDEX_BITS)
+        numbers = self.model % _MODELS * _NUMBERS + self.number % _NUMBERS
+        return self.purpose | self.index << PURPOSE_BITS | numbers << (PURPOSE_BITS + INDEX_BITS)
 
     def of_code(self, code: int) -> Label:
         """Another rank's label, with the names that this one knows."""
         purpose, rest = Purpose(code % (1 << PURPOSE_BITS)), code >> PURPOSE_BITS
-        return replace(self, purpose=purpose, index=rest % (1 << INDEX_BITS), number=rest >> INDEX_BITS)
+        model, number = divmod(rest >> INDEX_BITS, _NUMBERS)
+        return replace(self, purpose=purpose, index=rest % (1 << INDEX_BITS), number=number, model=model)
 
     @property
     def edit(self) -> str:
@@ -57,7 +62,7 @@ class Label:
 
     def place(self, detail: str = "") -> RankPlace:
         """Where a rank is that comes to this exchange."""
-        return RankPlace(str(self), self.edit, detail, self.code)
+        return RankPlace(str(self), self.edit, detail, self.code, self.model % _MODELS)
 
     def check(self, size_bytes: int, rank: int, code: int, their_bytes: int) -> None:
         """Refuse what another rank brings to this exchange, where it is not what this rank expects.
@@ -108,7 +113,9 @@ def measuring(expression: str) -> Label:
 
 
 moving: ContextVar[Label] = ContextVar("moving", default=Label())  # noqa: B039 (it cannot change)
-"""The label of the collective that is being started; `Transfer` and `labelled` set it, `collectives` read it."""
+"""The label of the collective that is being started; `Transfer` and `labelled` set it. Collectives read it, and know of
+which model they are.
+"""
 
 
 @contextmanager

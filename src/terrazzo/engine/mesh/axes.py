@@ -58,6 +58,7 @@ class Axes:
 
     Args:
         tally: where what goes through them is counted.
+        shared: whether they are for several models, and not for the next.
 
     Attributes:
         stage_axis: the axis along which ranks have other stages of a pipeline; empty without one.
@@ -68,7 +69,7 @@ class Axes:
         comm_streams: where chains of collectives run as a whole; None where the host waits for each.
     """
 
-    def __init__(self, mesh: DeviceMesh, tally: Tally) -> None:
+    def __init__(self, mesh: DeviceMesh, tally: Tally, shared: bool = False) -> None:
         groups, experts = groups_of(mesh), expert_mesh(mesh)
         self._names, self.tally = tuple(groups), tally
         self.stage_axis = tuple(axis for axis in groups if axis == STAGE_AXIS)
@@ -78,7 +79,7 @@ class Axes:
         if experts is not None:
             groups |= {axis: experts.get_group(axis) for axis in ("edp", "ep")}
         self.device = devices.current(mesh.device_type)
-        self._mesh_groups = MeshGroups()
+        self._mesh_groups = MeshGroups(shared)
         self._collectives: dict[str, Collectives] = {
             axis: collectives_for(group, self.device, tally.traffic, tally.ledger, axis, self._mesh_groups)
             for axis, group in groups.items()

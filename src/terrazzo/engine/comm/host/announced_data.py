@@ -37,14 +37,14 @@ class Stamp(NamedTuple):
     number: int
 
     @classmethod
-    def of(cls, label: Label, model: int, kind: int, count: int) -> Self:
-        """The stamp of a model's exchange.
+    def of(cls, label: Label, shared: bool, kind: int, count: int) -> Self:
+        """The stamp of an exchange: the messages of one model do not meet those of another.
 
         Args:
-            model: its number among those that exchange in the group.
-            count: how many exchanges of this kind it has begun, with this one.
+            shared: whether it goes by links that models share, which count them apart.
+            count: how many exchanges of this kind have begun by those links, with this one.
         """
-        return cls(label, kind, zlib.crc32(struct.pack("<QQ", model, count)))
+        return cls(label, kind, zlib.crc32(struct.pack("<?QQ", shared, label.model, count)))
 
     @property
     def first(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -37,10 +36,6 @@ NEAR_BLOCK_BYTES = 1 << 20
 """Read at a time from another process when the next thing is to add it up: half of a core's second-level cache."""
 
 
-_models: Counter[str] = Counter()
-"""How many models exchange on a group, by its name: the messages of one must not meet those of another."""
-
-
 class GlooCollectives(Collectives):
     """Each chunk goes straight from its source memory to its place in the result, or into the sum.
 
@@ -62,7 +57,6 @@ class GlooCollectives(Collectives):
         break_off = links.mesh_groups.break_off  # which does not hold what owns the threads
         self._workers = {kind: Worker(f"terrazzo-{kind}", break_off=break_off) for kind in kinds}
         self._counts = dict.fromkeys(kinds, 0)
-        self._model = _models[links.group.group_name] = _models[links.group.group_name] + 1
 
     def _find_ways(self, kinds: Sequence[str]) -> None:
         """Find out which ranks are neighbours, and whether exchanges go by columns."""
@@ -80,9 +74,9 @@ class GlooCollectives(Collectives):
     def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
         chunks, times, turn = self._chunks(full), self.traffic.times_of(self.axis, kind), _turn_of(kind)
         if (columns := self._columns) is not None:
-            begun, stamp = self.links.begin(), self._stamp(turn)
+            stamp = self._stamp(turn)
             go = functools.partial(columns.gather, self.group, stamp, self._near, full, turn)
-            yield self._in_thread(turn, begun, lambda _: go(), [full], times)
+            yield self._in_thread(turn, self.links.begin(stamp.label), lambda _: go(), [full], times)
             return full
 
         yield self._exchange(turn, [chunks[self.rank]] * self.size, chunks, functools.partial(_fill, chunks), times)
@@ -132,8 +126,9 @@ class GlooCollectives(Collectives):
             if columns is None:
                 yield self._exchange("reduce", chunks, space, add, times)
             else:
-                begun, stamp = self.links.begin(), self._stamp("reduce")
+                stamp = self._stamp("reduce")
                 go = functools.partial(columns.reduce, self.group, stamp, self._near, full, add)
+                begun = self.links.begin(stamp.label)
                 yield self._in_thread("reduce", begun, lambda _: go(), [full, *space], times)
         return total
 
@@ -161,8 +156,9 @@ class GlooCollectives(Collectives):
             space: where chunks from other machines arrive; this rank's own entry is its own chunk.
             sizes: bytes that each rank offers; by default as many as this one keeps.
         """
-        begun, stamp, group, far = self.links.begin(), self._stamp(kind), self.group, self._far
+        stamp, group, far = self._stamp(kind), self.group, self._far
         label, first, then = stamp.label, stamp.first, stamp.then
+        begun = self.links.begin(label)
         heard = {rank: Announcement(label, space[rank].nbytes, self.links.ranks[rank]) for rank in far}
         with begun.part():
             announcements = {rank: group.recv([heard[rank].message], rank, first) for rank in far}
@@ -196,7 +192,7 @@ class GlooCollectives(Collectives):
     def _stamp(self, kind: str) -> Stamp:
         """The mark of the messages of an exchange that begins now."""
         self._counts[kind] += 1
-        return Stamp.of(moving.get(), self._model, [*self._counts].index(kind), self._counts[kind])
+        return Stamp.of(self.label, self.links.mesh_groups.shared, [*self._counts].index(kind), self._counts[kind])
 
     def _in_thread(
         self, kind: str, begun: Exchange, exchange: Callable[[Moments], None], keep: Sequence[Tensor], times: Times
