@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["SAMPLES"]
+__all__ = ["SAMPLES", "STACKS"]
 
 _DS_ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
 _DS_ZERO3 = {
@@ -252,3 +252,31 @@ SAMPLES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """By dialect, then by what is special about it."""
+
+_INNER = {"zero_optimization": {"stage": 3}}
+STACKS: dict[str, list[dict[str, Any]]] = {
+    "accelerate": [
+        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}},
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
+        {"distributed_type": "MULTI_GPU"},
+    ],
+    "deepspeed": [{"train_micro_batch_size_per_gpu": 1}, {"train_micro_batch_size_per_gpu": 1, **_INNER}],
+    "fsdp1": [{"sharding_strategy": "FULL_SHARD"}],
+    "fsdp2": [{"module": ["A"]}],
+    "lightning": [
+        {"trainer": {"strategy": "ddp"}},
+        {"trainer": {"strategy": "fsdp"}},
+        {"trainer": {"strategy": "deepspeed"}},
+        {"trainer": {"strategy": {"class_path": "DeepSpeedStrategy", "init_args": {"config": _INNER}}}},
+    ],
+    "megatron": [{"bf16": True, "micro-batch-size": 1}],
+    "terrazzo": [{"plan": {"name": "zero3"}}],
+    "torchtitan": [{"training": {"steps": 10}}],
+    "trainer": [
+        {"output_dir": "o"},
+        {"output_dir": "o", "deepspeed": _INNER},
+        {"output_dir": "o", "fsdp": True},
+        {"output_dir": "o", "distributed_config": {"fsdp_size": 8}, "save_only_model": True},
+    ],
+}
+"""What may stand under a configuration, each said by as little as says it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -17,14 +18,15 @@ from hypothesis import strategies as st
 from terrazzo.dialects.core.description import DTYPES, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Reading, ReadingContext
 from terrazzo.dialects.core.key_verdict import KINDS
-from terrazzo.dialects.core.keys import MISSING, row_of
+from terrazzo.dialects.core.keys import ANY, MISSING, row_of
+from terrazzo.dialects.core.reader import IDLE
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.convert import convert_reading
 from terrazzo.dialects.verbs.emit import plain
 from terrazzo.dialects.verbs.explain import plan_words
 from terrazzo.dialects.verbs.understand import read_document
-from terrazzo.documents.dotted_keys import flatten
-from tests.dialects.samples import SAMPLES
+from terrazzo.documents.dotted_keys import flatten, put
+from tests.dialects.samples import SAMPLES, STACKS
 from tests.helpers.examples import examples
 
 CONTEXTS = [NO_CONTEXT, ReadingContext(world=8, hidden_size=64, load_dtype="bf16", heads=4, layers=2, parameters=10**6)]
@@ -350,6 +352,29 @@ def test_every_key_that_has_a_meaning_here_has_a_reader(name: str) -> None:
             outcomes = dialect(name).read(nested([(spelled_out(key), value)])).verdicts
             unread |= {key for verdict in outcomes if "does not take there" in verdict.why}
     assert unread == ONLY_WITH_OTHERS.get(name, set())
+
+
+FALL_THROUGH: dict[str, set[str]] = {
+    "trainer": {"bf16", "fp16", *(f"parallelism_config.{axis}_size" for axis in ("dp_replicate", "tp", "cp", "sp"))}
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_alone_that_asks_for_something_gets_it_or_a_word(name: str) -> None:
+    """Of each row that a reader takes: no key falls through it, as one that asks for nothing."""
+    silent = set()
+    for stack, (key, row) in itertools.product(STACKS[name], dialect(name).keys.items()):
+        if row.loss or row.type is ANY or key[-1] in "*>":
+            continue
+        words = row.type.expected.removeprefix("one of ").split(", ")
+        for value in (2, True, 0.25, "bfloat16", "2", *words):
+            if row.type.parse(value) not in (MISSING, row.neutral, row.default):
+                document = copy.deepcopy(stack)
+                put(document, key, value)
+                reading = dialect(name).read(document, CONTEXTS[1])
+                unsaid = {extra.key for extra in reading.description.extras if extra.why in ("", IDLE)}
+                silent |= {each.key for each in reading.verdicts if each.key == key and not each.target} & unsaid
+    assert silent == FALL_THROUGH.get(name, set())
 
 
 @pytest.mark.parametrize("name", NAMES)

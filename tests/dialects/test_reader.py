@@ -10,7 +10,8 @@ import pytest
 from terrazzo.dialects.core.description import Setting
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict, VerdictKind
-from terrazzo.dialects.core.reader import Reader
+from terrazzo.dialects.core.keys import Key, integer
+from terrazzo.dialects.core.reader import IDLE, Reader
 from terrazzo.dialects.registry import NAMES, dialect
 
 WORDS: list[tuple[VerdictKind, VerdictKind]] = [("refused", "applied"), ("lossy", "renamed"), ("renamed", "applied")]
@@ -54,6 +55,18 @@ def test_a_key_that_has_become_a_setting_stays_one_that_tunes() -> None:
     reader.verdicts["key"] = KeyVerdict("key", 1, "defaulted", tuning=True)
     reading = reader.finish("terrazzo", {"training.seed": Setting(1, "file", "key")})
     assert reading.verdicts == (KeyVerdict("key", 1, "defaulted", "training.seed", tuning=True),)
+
+
+def test_a_key_that_became_nothing_is_harmless_at_its_default_or_with_a_word() -> None:
+    rows = {name: Key(integer(), 1, "a number") for name in ("usual", "told", "lost")}
+    reader = Reader({"usual": 1, "told": 2, "lost": 2}, "a library", keys=rows)
+    for name in rows:
+        reader.take(name)
+    reader.mark("told", "defaulted", "another key says it")
+    losses = {extra.key: (extra.loss, extra.why) for extra in reader.finish("terrazzo", {}).description.extras}
+    assert losses == {
+        "usual": ("harmless", ""), "told": ("harmless", "another key says it"), "lost": ("lossy", IDLE)
+    }  # fmt: skip
 
 
 def test_true_is_no_number_of_a_choice() -> None:

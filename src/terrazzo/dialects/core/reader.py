@@ -32,8 +32,10 @@ from terrazzo.dialects.core.wording import found
 from terrazzo.documents.dotted_keys import flatten, put, without
 from terrazzo.messages import did_you_mean, nearest
 
-__all__ = ["Reader", "derived", "only_from_file"]
+__all__ = ["IDLE", "Reader", "derived", "only_from_file"]
 
+IDLE = "it has no effect there"
+"""What is said of a key that asks for something, of which its reader has made no setting and said nothing."""
 _SLIPS = 32
 """Unknown keys of a document for which the nearest known one is looked for: that takes milliseconds each."""
 
@@ -319,12 +321,19 @@ class Reader:
         return kept
 
     def _keep_idle(self, settings: Mapping[str, Setting[Any]]) -> None:
-        """Keep what has been read and is no setting: it asks for nothing here."""
+        """Keep what has been read and is no setting: harmless where it is the default, or a word says why."""
         told = {key for setting in settings.values() for key in setting.keys} | {extra.key for extra in self.extras}
         told |= {self.spelled(key) for key in told}
         for key, verdict in self.verdicts.items():
             if key not in told and verdict.kind != "refused" and verdict.value != {}:
-                self.extras.append(Extra(key, verdict.value, verdict.why, loss="harmless"))
+                harmless = bool(verdict.why) or self._is_default(key)
+                why = verdict.why or ("" if harmless else IDLE)
+                self.extras.append(Extra(key, verdict.value, why, loss="harmless" if harmless else "lossy"))
+
+    def _is_default(self, key: str) -> bool:
+        """Whether a key says what the library does where nothing is said."""
+        row, value = self.row_of(key), self._parsed.get(key, self.flat[key])
+        return value is None or (row is not None and value in (row.default, row.neutral))
 
     def _values(self) -> dict[str, Any]:
         """See `Reading.values`."""

@@ -145,6 +145,8 @@ def _precision(reader: Reader) -> SettingsByPath:
     wide, narrow = reader.take("accumulate-allreduce-grads-in-fp32"), reader.take("grad-reduce-in-bf16")
     flags = {half: reader.take(half) for half in ("bf16", "fp16")}
     kind, half = next(((name, flag) for name, flag in flags.items() if flag.value), ("fp32", Setting(False, "default")))
+    if all(flag.value for flag in flags.values()):
+        reader.keep("fp16", "bf16 is on as well, and Megatron stops there: keep one of them", loss="refused")
     aware, sums = reader.take("use-precision-aware-optimizer"), reader.take("main-grads-dtype")
     sources = [each for each in (half, wide, narrow, sums) if each.origin == "file"]
     torchs = bool(reader.raw("use-torch-fsdp2"))
@@ -173,6 +175,7 @@ def _states(reader: Reader, aware: Setting[Any]) -> SettingsByPath:
         return {path: Setting("fp32", "default") for path in ("precision.master", "precision.moments")}
     if first.value != second.value and second.origin == "file":
         reader.mark(second.key, "lossy", f"both moments have one dtype here, that of exp-avg-dtype: {first.value}")
+    reader.keep(aware.key, "each state has the dtype that its own key says, fp32 without one", loss="harmless")
     from_file = [each for each in (first, second) if each.origin == "file"]
     moments = derived(first.value, *from_file, origin="file" if from_file else "default")
     return {"precision.master": master, "precision.moments": moments}

@@ -297,6 +297,8 @@ def _saving(reader: Reader) -> SettingsByPath:
             reader.take(f"checkpoint.{key}")
             reader.keep(f"checkpoint.{key}", f"checkpoint.{off}: nothing is written", loss="harmless")
         switches = (enabled, only_loads) if enabled.value else (enabled,)
+        if not enabled.value:
+            reader.keep("checkpoint.load_only", "checkpoint.enable is off: nothing is read or written", loss="harmless")
         return {**settings, "saving.when": derived("never", *switches, origin=enabled.origin)}
     if reader.raw("checkpoint.async_mode") == "async_with_pinned_mem":
         reader.keep("checkpoint.async_mode", "the copy is in pinned memory", loss="harmless")

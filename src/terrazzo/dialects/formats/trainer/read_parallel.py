@@ -78,6 +78,8 @@ def _fsdp(reader: TrainerReader, stack: str, mesh: SettingsByPath) -> SettingsBy
     version, told = fsdp_version(reader), reader.take(_VERSION)
     if told.origin == "file" and told.value != version:
         reader.refuse(_VERSION, "transformers 4 passes over it, and runs FSDP1: remove it, or take transformers 5")
+    else:
+        reader.keep(_VERSION, "which FSDP it is: each setting says what differs", loss="harmless")
     words = _legacy(reader)
     row = _row_of(reader, version, words)
     replicas = mesh["mesh.dp_replicate"]
