@@ -355,7 +355,7 @@ def test_every_key_that_has_a_meaning_here_has_a_reader(name: str) -> None:
 
 
 FALL_THROUGH: dict[str, set[str]] = {
-    "trainer": {"bf16", "fp16", *(f"parallelism_config.{axis}_size" for axis in ("dp_replicate", "tp", "cp", "sp"))}
+    "trainer": {*(f"parallelism_config.{axis}_size" for axis in ("dp_replicate", "tp", "cp", "sp"))}
 }
 
 

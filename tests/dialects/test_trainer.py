@@ -76,6 +76,8 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "others": {"report_to": "none", "label_smoothing_factor": 0.1, "logging_steps": 5, "tf32": True},
 }
 
+OWN: dict[str, Any] = {"distributed_config": {"fsdp_size": 8}, "save_only_model": True}
+
 
 def test_the_fields_are_the_dataclasss() -> None:
     fields = {field.name: field for field in dataclasses.fields(transformers.TrainingArguments)}
@@ -130,6 +132,11 @@ def test_the_writer_says_what_the_reader_reads(label: str) -> None:
             {"distributed_config": {"fsdp_size": 8, "fsdp_mixed_precision": True}},
             ["loaded", "bf16", "fp32", "fp32", "loaded", "loaded"],
         ),
+        (OWN | {"bf16": True}, ["loaded", "bf16", "loaded", "loaded", "loaded", "loaded"]),
+        (
+            {"bf16": True, "distributed_config": {"fsdp_size": 8, "fsdp_mixed_precision": True}},
+            ["loaded", "bf16", "fp32", "fp32", "loaded", "loaded"],
+        ),
         ({"deepspeed": ZERO, "bf16": True}, ["bf16", "bf16", "bf16", "bf16", "fp32", "bf16"]),
         ({"deepspeed": BARE, "bf16": True}, ["bf16", "bf16", "bf16", "bf16", "fp32", "bf16"]),
         ({"deepspeed": BARE, "fp16": True}, ["fp16", "fp16", "fp16", "fp16", "fp32", "fp16"]),
@@ -146,6 +153,24 @@ def test_under_ddp_autocast_works_on_the_load_dtype() -> None:
     description = described("trainer", {"bf16": True})
     assert description.value("precision.autocast") is True
     assert described("trainer", {**FSDP, "bf16": True}).value("precision.autocast") is True  # prepare_model() wraps it
+
+
+def test_transformers_own_sharding_runs_under_autocast_as_the_rest_does() -> None:
+    """`prepare_model()` of Accelerate is called there as well, for the autocast alone: see `test_traps_engines`."""
+    for half, scaled in (("bf16", False), ("fp16", True)):
+        description = described("trainer", OWN | {half: True})
+        said = [description.value(f"precision.{state}") for state in ("compute", "autocast", "output")]
+        assert said == [half, True, "fp32"]
+        assert (description.value("precision.loss_scaling") is not None) is scaled
+        assert verdicts("trainer", OWN | {half: True})[half].why.startswith("weights are gathered as loaded, and")
+    gathered = {"distributed_config": {"fsdp_size": 8, "fsdp_mixed_precision": True}}
+    assert described("trainer", gathered).value("precision.autocast") is False
+    outcomes = verdicts("trainer", gathered | {"fp16": True, "bf16": False})
+    assert outcomes["fp16"].kind == "lossy"
+    assert outcomes["fp16"].why == "weights are gathered in bf16, and autocast computes in fp16"
+    replicas = {"distributed_config": {"dp_replicate_size": 8}}
+    for document in (gathered, replicas):
+        assert verdicts("trainer", document | {"bf16": True})["bf16"].kind == "applied"
 
 
 def test_loss_scaling_comes_with_fp16() -> None:

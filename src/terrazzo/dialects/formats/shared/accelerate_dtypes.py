@@ -2,8 +2,8 @@
 
 What a word such as `bf16: true` means depends on the stack: Accelerate lifts trainable FSDP parameters to fp32 before
 they are sharded, and gathers and reduces in 16 bits; under DDP, weights keep the dtype in which the model was loaded.
-In both it runs the forward under autocast and returns fp32. transformers' own sharding keeps the loaded dtype, and
-reduces in fp32.
+transformers' own sharding keeps the loaded dtype, too, and gathers in it or as a key of its own says. In all of them
+Accelerate runs the forward under autocast and returns fp32.
 """
 
 from __future__ import annotations
@@ -34,29 +34,39 @@ def under_fp8(half: Setting[Any]) -> Setting[Any]:
     return Setting("bf16" if half.value == "fp8" else half.value, half.origin, half.key)
 
 
-def stack_precision(stack: str, half: Setting[Any], deferred: bool, context: ReadingContext) -> SettingsByPath:
+def stack_precision(
+    stack: str,
+    half: Setting[Any],
+    deferred: bool,
+    context: ReadingContext,
+    gathered: Setting[Any] = Setting(None, "default"),  # noqa: B008  # frozen
+) -> SettingsByPath:
     """The dtype of every state, for readers and writers alike.
 
     Args:
         stack: `fsdp1`, `fsdp2`, `ddp`, or `native` for transformers' own sharding.
         half: `bf16`, `fp16` or None, with its key.
         deferred: gradients of several micro-batches are summed before they are reduced.
+        gathered: of transformers' own sharding, the dtype that weights are gathered in, if not the loaded one; it
+            reduces in fp32 then.
     """
     as_loaded = load_dtype(context, False)
     row = dict.fromkeys(PARAMETER_DTYPES, as_loaded)
+    told = {"compute": half, "reduce": half}
+    if gathered.value is not None:
+        row |= {"compute": gathered.value, "reduce": "fp32", "accumulate": "fp32"}
+        told |= {"reduce": gathered} if half.value is not None else dict.fromkeys(told, gathered)
     if half.value is not None:
         row |= {"compute": half.value}
         if stack in ("fsdp1", "fsdp2"):
             lifted = dict.fromkeys(("weight", "master", "moments", "saved"), "fp32")
             row |= {**lifted, "reduce": half.value, "accumulate": dtype_of_sums("fp32", half.value, deferred=deferred)}
-        elif stack == "native":
-            row |= {"reduce": "fp32", "accumulate": "fp32"}
     settings = {f"precision.{state}": Setting(value, "default") for state, value in row.items()}
-    for state in ("compute", "reduce"):
-        if half.value is not None:
-            settings[f"precision.{state}"] = Setting(row[state], half.origin, half.key)
+    for state, source in told.items():
+        if source.value is not None:
+            settings[f"precision.{state}"] = Setting(row[state], source.origin, source.key)
     scaled = LossScaling() if half.value == "fp16" else None
-    accelerated = stack != "native" and half.value is not None  # prepare_model() wraps the forward
+    accelerated = half.value is not None  # prepare_model() wraps the forward
     return {
         **settings,
         "precision.buffers": Setting(half.value if stack == "fsdp1" and half.value else LOADED, "default"),

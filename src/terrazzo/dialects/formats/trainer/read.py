@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, SettingsByPath
+from terrazzo.dialects.core.description import LOADED, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.keys import BOOLEAN
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.shared.accelerate_dtypes import stack_precision
+from terrazzo.dialects.formats.shared.fsdp_policy import load_dtype
 from terrazzo.dialects.formats.trainer.keys import AT_ONCE, EIGHT_BITS, MATCHED
 from terrazzo.dialects.formats.trainer.read_loop import read_loop
 from terrazzo.dialects.formats.trainer.read_parallel import read_parallel, stack_of
@@ -51,17 +52,25 @@ def _precision(reader: TrainerReader, stack: str, settings: Mapping[str, Setting
         if switch.value:
             half = Setting(name, switch.origin, switch.key)
             break
-    if stack == "native":
-        mixed = reader.take("distributed_config.fsdp_mixed_precision")
-        half = Setting("bf16" if mixed.value else None, mixed.origin, mixed.key)
     if stack == "deepspeed":
         return {}
     at_once = reader.take_as(AT_ONCE, BOOLEAN, False) if stack in ("fsdp1", "fsdp2") else Setting(False, "default")
     deferred = settings["batch.accumulation"].value > 1 and not at_once.value
-    dtypes = stack_precision(stack, half, deferred, reader.context)
+    gathered = _gathered(reader, half, settings) if stack == "native" else Setting(None, "default")
+    dtypes = stack_precision(stack, half, deferred, reader.context, gathered)
     if at_once.origin == "file":
         dtypes["precision.accumulate"] = derived(dtypes["precision.accumulate"].value, at_once, origin="file")
     return dtypes
+
+
+def _gathered(reader: TrainerReader, half: Setting[Any], settings: Mapping[str, Setting[Any]]) -> Setting[Any]:
+    """What transformers' own sharding gathers weights in; autocast may compute in another dtype."""
+    mixed = reader.take("distributed_config.fsdp_mixed_precision")
+    does = "bf16" if mixed.value else load_dtype(reader.context, False)
+    if half.value not in (None, does) and settings["sharding.weight"].value != "-":
+        why = f"weights are gathered {'as loaded' if does == LOADED else f'in {does}'}, and autocast computes in"
+        reader.mark(half.key, "lossy", f"{why} {half.value}")
+    return Setting("bf16" if mixed.value else None, mixed.origin, mixed.key)
 
 
 def _narrow(reader: TrainerReader, settings: SettingsByPath) -> None:
