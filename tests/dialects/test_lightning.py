@@ -861,3 +861,11 @@ def test_devices_are_counted_as_lightning_does(devices: Any, count: int | None) 
 @pytest.mark.parametrize("devices", ["²", "0,x", "", 0, True, [], ["a"], 1.5, 1e308, "two"])
 def test_devices_that_are_none_are_refused(devices: Any) -> None:
     assert verdicts("lightning", {"strategy": "ddp", "devices": devices})["devices"].kind == "refused"
+
+
+def test_ulysses_is_left_to_code_beside_deepspeed() -> None:
+    document = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2, "zero_optimization": {"stage": 3}}
+    (verdict,) = (
+        each for each in converted("deepspeed", "lightning", document).verdicts if each.key == "sequence_parallel_size"
+    )
+    assert (verdict.kind, "registers Ulysses" in verdict.why) == ("lossy", True)

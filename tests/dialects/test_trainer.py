@@ -510,6 +510,41 @@ def test_sizes_that_distributed_config_decides_are_refused_elsewhere() -> None:
     assert outcomes["parallelism_config.cp_size"].kind == "applied"
 
 
+# -- sequences split under DeepSpeed -------------------------------------------------------------------------------
+
+
+def test_sequences_are_split_by_parallelism_config_alone() -> None:
+    """transformers: data ranks are world // tp // cp // sp, all of them from there."""
+    inner = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    loop = {"per_device_train_batch_size": 1, "bf16": True}
+    split = {**loop, "deepspeed": inner, "parallelism_config": {"sp_size": 2, "dp_shard_size": 4}}
+    description = described("trainer", split, world=8)
+    assert (description.value("mesh.sp"), description.value("batch.global_batch")) == (2, 4)
+    assert description["mesh.sp"].keys == ("parallelism_config.sp_size",)
+    assert description.value("precision.reduce") == "fp32"  # seq_parallel_communication_data_type
+
+    whole = {**loop, "deepspeed": {**inner, "sequence_parallel_size": 2}}
+    description = described("trainer", whole, world=8)
+    assert (description.value("mesh.sp"), description.value("batch.global_batch")) == (1, 8)
+    outcome = verdicts("trainer", whole, world=8)["deepspeed.sequence_parallel_size"]
+    assert (outcome.kind, "parallelism_config" in outcome.why) == ("lossy", True)
+    for value, kind in ((None, "applied"), (1, "applied"), ("x", "refused")):
+        document = {**loop, "deepspeed": {**inner, "sequence_parallel_size": value}}
+        assert verdicts("trainer", document)["deepspeed.sequence_parallel_size"].kind == kind
+
+
+@pytest.mark.parametrize("world", [8, None])
+def test_ulysses_is_written_as_accelerate_registers_it(world: int | None) -> None:
+    inner = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2, "zero_optimization": {"stage": 2}}
+    conversion = converted("deepspeed", "trainer", inner, world=world)
+    assert "sequence_parallel_size" not in conversion.document["deepspeed"]
+    sizes = {"sp_size": 2, "sp_backend": "deepspeed"} | ({"dp_shard_size": 4} if world else {})
+    assert conversion.document["parallelism_config"] == sizes
+    assert conversion.after.value("mesh.sp") == 2
+    outcome = next(verdict for verdict in conversion.verdicts if verdict.key == "sequence_parallel_size")
+    assert (outcome.kind, "dp_shard_size" in outcome.why) == (("renamed", False) if world else ("lossy", True))
+
+
 # -- the dataclass itself ------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,10 @@ def write_deepspeed(draft: Draft, context: ReadingContext) -> Writing:
     if (key := "train_micro_batch_size_per_gpu") in config:
         why = "the data loader decides it there, and DeepSpeed counts samples by this"
         draft.lossy("batch.micro_batch", why, f"{_CONFIG}.{key}")
+    if (key := "sequence_parallel_size") in config:
+        draft.lossy(
+            "mesh.sp", "Lightning neither registers Ulysses nor splits sequences: do so in code", f"{_CONFIG}.{key}"
+        )
     write_clip(draft, sharded=False)
     config.pop("gradient_clipping", None)
     for name, word in (("bf16", "bf16-true"), ("fp16", "16-true")):

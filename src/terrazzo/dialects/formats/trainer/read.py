@@ -21,7 +21,7 @@ __all__ = ["read"]
 
 _OUTER = (
     *("batch.", "optimizer.", "schedule.", "training.compile", "training.seed", "training.device"),
-    "training.loss_mean",
+    *("training.loss_mean", "mesh."),
     *("saving.when", "saving.every", "saving.keep_last", "saving.folder", "activation_checkpointing."),
 )
 """Settings that the Trainer's own fields decide where the DeepSpeed document says nothing."""
@@ -92,6 +92,8 @@ def _with_deepspeed(outer: Mapping[str, Setting[Any]], inner: Mapping[str, Setti
     settings = dict(inner)
     for path, setting in outer.items():
         if not path.startswith(_OUTER) or (path.startswith("schedule.") and not _steps_by(path, inner)):
+            continue
+        if path.startswith("mesh.") and setting.origin == "default" and path in inner:
             continue
         within = inner.get(path)
         if within is None or within.value is None or not within.keys or within.origin == "default":

@@ -22,6 +22,7 @@ __all__ = ["TrainerReader", "default_of"]
 _OPAQUE: tuple[str, ...] = ("lr_scheduler_kwargs", "fsdp_config.xla_fsdp_settings", "parallelism_config.tp_handler")
 _OPAQUE += ("parallelism_config.cp_handler", "parallelism_config.sp_handler", "distributed_config.fsdp_plan")
 _OPAQUE += ("distributed_config.tp_plan", "distributed_config.ep_plan")
+_SEQUENCE = "parallelism_config.sp_size"
 
 
 def default_of(key: str, context: ReadingContext) -> Any:
@@ -68,7 +69,7 @@ class TrainerReader(Reader):
         value = document["deepspeed"]
         context = replace(self.context, trainer={**self._fields(), **dict(self.context.trainer)})
         if isinstance(value, Mapping) and value:
-            self.nested = read_completed(value, context)
+            self.nested = read_completed(value, context, self._sequence())
             return
         self.flat["deepspeed"] = value
         if not value:
@@ -78,8 +79,13 @@ class TrainerReader(Reader):
         if fault:
             self.refuse("deepspeed", fault)
         else:
-            self.nested = read_completed(inner, context, value)
+            self.nested = read_completed(inner, context, self._sequence(), value)
             self.mark("deepspeed", "applied")
+
+    def _sequence(self) -> int:
+        """How many ranks share sequences."""
+        size = KEYS[_SEQUENCE].type.parse(self.raw(_SEQUENCE, 1))
+        return 1 if size in (MISSING, None) else max(1, size)
 
     def _fields(self) -> dict[str, Any]:
         """The fields that say something, by today's names: what "auto" in the DeepSpeed document stands for."""

@@ -13,6 +13,7 @@ from typing import Any
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
 from terrazzo.dialects.formats.nested import DEEPSPEED, joined
 from terrazzo.dialects.formats.shared.fsdp_arguments import wants_deepspeed
 from terrazzo.dialects.formats.shared.launcher import leave_to_launcher
@@ -23,6 +24,7 @@ from terrazzo.dialects.formats.trainer.write_parallel import write_ddp, write_fs
 
 __all__ = ["write"]
 
+_AXES = "parallelism_config"
 _LENGTHS = ("schedule.total_steps", "schedule.warmup_steps", "schedule.warmup_fraction")
 """Settings of the schedule that have fields of their own, whoever makes it."""
 
@@ -56,10 +58,22 @@ def _with_deepspeed(draft: Draft, context: ReadingContext) -> Writing:
         write_schedule(draft)
         own.append("schedule.")
     section = _automatic(deepcopy(inner.document), draft.document)
+    if section.pop("sequence_parallel_size", None) is not None:
+        _write_sequence(draft, context)
     if not stepped:
         section.pop("scheduler", None)
     writing = joined(draft, inner, "deepspeed", own)
     return replace(writing, document={**writing.document, "deepspeed": section})
+
+
+def _write_sequence(draft: Draft, context: ReadingContext) -> None:
+    """Ulysses as Accelerate registers it: the sizes of both axes make up all ranks."""
+    shards = ranks_left(draft.description, context.world, SAME_DATA_AXES)
+    why = "" if shards is not None else "dp_shard_size has to be the ranks that are left: add it, or say --world"
+    draft.put("mesh.sp", f"{_AXES}.sp_size", draft.value("mesh.sp"), why, "lossy" if why else "applied")
+    draft.write(f"{_AXES}.sp_backend", "deepspeed")
+    if shards is not None:
+        draft.write(f"{_AXES}.dp_shard_size", shards)
 
 
 def _steps_better(description: Description, inner: Writing) -> bool:
