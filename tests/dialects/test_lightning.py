@@ -869,3 +869,40 @@ def test_ulysses_is_left_to_code_beside_deepspeed() -> None:
         each for each in converted("deepspeed", "lightning", document).verdicts if each.key == "sequence_parallel_size"
     )
     assert (verdict.kind, "registers Ulysses" in verdict.why) == ("lossy", True)
+
+
+@pytest.mark.parametrize(("clips", "kind"), [(0.5, "refused"), (1.0, "applied")])
+def test_a_clipping_that_deepspeed_passes_over_is_told(clips: float, kind: str) -> None:
+    strategy = {"class_path": "DeepSpeedStrategy", "init_args": {"config": {"gradient_clipping": clips}}}
+    document = {"gradient_clip_val": 1.0, "strategy": strategy}
+    outcome = verdicts("lightning", document)["gradient_clip_val"]
+    assert (outcome.kind, "gradient_clipping" in outcome.why) == (kind, True)
+    assert described("lightning", document).value("training.clip") == clips
+
+
+def test_fp16_on_a_cpu_is_bf16() -> None:
+    trainer = pytest.importorskip("lightning.pytorch").Trainer
+    document = {"accelerator": "cpu", "devices": 1, "precision": "16-mixed"}
+    with pytest.warns(UserWarning, match="not supported on CPU"):
+        does = trainer(**document, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    assert (does.precision, does.precision_plugin.scaler) == ("bf16-mixed", None)
+    description = described("lightning", document)
+    assert (description.value("precision.compute"), description.value("precision.loss_scaling")) == ("bf16", None)
+    assert verdicts("lightning", document)["precision"].why == "on a CPU Lightning takes bf16-mixed: say that"
+
+
+def test_deepspeeds_buffers_are_cast_with_the_module() -> None:
+    """`DeepSpeedPrecision.convert_module()` is `module.to(dtype)` under the `true` words."""
+    for word, buffers in (("bf16-true", "bf16"), ("bf16-mixed", "loaded"), ("32-true", "fp32")):
+        document = {"strategy": "deepspeed_stage_2", "precision": word}
+        assert described("lightning", document).value("precision.buffers") == buffers
+    inner = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    before = described("deepspeed", inner)
+    said = {verdict.key: verdict for verdict in dialect("lightning").write(before).verdicts}
+    assert said["precision.buffers"].kind == "lossy"
+
+
+def test_the_launchers_ranks_are_laid_over_nodes() -> None:
+    strategy = {"class_path": "FSDPStrategy", "init_args": {"sharding_strategy": "HYBRID_SHARD"}}
+    description = described("lightning", {"num_nodes": 2, "strategy": strategy}, world=8)
+    assert (description.value("mesh.dp_replicate"), description.value("mesh.dp_shard")) == (2, 4)

@@ -11,7 +11,7 @@ from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.shared.fsdp_policy import load_dtype
 from terrazzo.engine import LossScaling
 
-__all__ = ["GATHERS_NARROW", "LAST", "POLICY", "WORDS", "precision_row"]
+__all__ = ["GATHERS_NARROW", "LAST", "POLICY", "WORDS", "cast_by_deepspeed", "precision_row"]
 
 LAST = "2.6.6"
 """The release of Lightning that this was held against."""
@@ -59,6 +59,12 @@ def precision_row(
     if strategy == "ModelParallelStrategy":  # the code says it
         del row["precision.reduce"]
     return row, gathered
+
+
+def cast_by_deepspeed(word: Setting[Any]) -> Setting[Any] | None:
+    """What DeepSpeedStrategy casts buffers to, with the whole module, before DeepSpeed gets it; None: it does not."""
+    name, _, way = word.value.partition("-")
+    return Setting(_DTYPES[name], word.origin, word.key) if way == "true" and name != "32" else None
 
 
 def _by_word(

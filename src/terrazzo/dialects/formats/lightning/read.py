@@ -6,15 +6,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, SettingsByPath
+from terrazzo.dialects.core.description import UNSET, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.core.wording import found
 from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, NAMED, TRAINER, canonical_key, rows_for
-from terrazzo.dialects.formats.lightning.precision import POLICY, precision_row
+from terrazzo.dialects.formats.lightning.precision import POLICY, cast_by_deepspeed, precision_row
 from terrazzo.dialects.formats.lightning.read_loop import read_loop
 from terrazzo.dialects.formats.lightning.read_strategy import read_strategy
 from terrazzo.dialects.formats.lightning.trainer_arguments import (
+    HALF_ON_CPU,
     Strategy,
     place_of_arguments,
     strategy_in,
@@ -69,13 +70,15 @@ class _Read:
         self._name_strategy()
         strategy_reading = read_strategy(self.trainer, reader, self.context)
         settings = {**read_loop(reader, self.trainer), **strategy_reading.settings}
-        settings = _by_nodes(settings, self.trainer.num_nodes)
+        settings = _by_nodes(settings, self.trainer.num_nodes, self.context.world)
         if strategy.kind == "SingleDeviceStrategy":
             settings["mesh.world"] = self._alone(settings.get("mesh.world"))
             settings.pop("mesh.nodes", None)
         word = self._precision()
         if strategy.kind != "DeepSpeedStrategy":
             settings |= self._dtypes(word, strategy_reading.settings, settings["batch.accumulation"])
+        elif settings.get("precision.buffers", UNSET).origin == "default" and (cast := cast_by_deepspeed(word)):
+            settings["precision.buffers"] = cast
         for verdict in strategy_reading.verdicts:
             reader.mark(verdict.key, verdict.kind, verdict.why, verdict.target)
         reader.extras += [replace(extra, key=reader.spelled(extra.key)) for extra in strategy_reading.extras]
@@ -95,6 +98,8 @@ class _Read:
             why = "transformer_engine computes in fp8: choose bf16"
             self.reader.keep(key, why, loss="refused")
             self.reader.refuse(key, why)
+        if word.value == HALF_ON_CPU != self.trainer.precision:
+            self.reader.mark(key, "lossy", f"on a CPU Lightning takes {self.trainer.precision}: say that")
         return replace(word, value=self.trainer.precision)
 
     def _dtypes(
@@ -132,10 +137,13 @@ class _Read:
         return Setting(1, "derived")
 
 
-def _by_nodes(settings: SettingsByPath, nodes: int) -> SettingsByPath:
-    """FSDP replicates over nodes, and splits over the ranks of each, where nobody gives it a mesh."""
-    replicas, world = settings.get("mesh.dp_replicate"), settings.get("mesh.world")
-    if replicas is None or replicas.value is not None or world is None:
+def _by_nodes(settings: SettingsByPath, nodes: int, started: int | None) -> SettingsByPath:
+    """FSDP replicates over nodes, and splits over the ranks of each, where nobody gives it a mesh.
+
+    `started`: ranks, where the document does not say them.
+    """
+    replicas, world = settings.get("mesh.dp_replicate"), settings.get("mesh.world", Setting(started, "derived"))
+    if replicas is None or replicas.value is not None or world.value is None:
         return settings
     sizes = {"mesh.dp_replicate": nodes, "mesh.dp_shard": world.value // nodes}
     settings = {**settings, **{path: Setting(size, "derived", world.key) for path, size in sizes.items()}}

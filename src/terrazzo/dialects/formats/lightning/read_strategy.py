@@ -225,6 +225,7 @@ def _configured(trainer: TrainerArguments, context: ReadingContext) -> StrategyR
         verdicts = [verdict for verdict in verdicts if verdict.key != key]
         why = "Lightning raises on gradient_accumulation_steps: say accumulate_grad_batches in the Trainer"
         verdicts.append(KeyVerdict(key, value, "refused", "", why))
+    verdicts += _clipped_twice(trainer, handed, settings.get("training.clip"))
     extras = [] if named is not None else [extra for extra in nested.extras if not _is_of(extra.key, added)]
     return StrategyReading(settings, verdicts + _ignored(strategy, handed), extras)
 
@@ -233,6 +234,18 @@ def _without_loop(settings: Mapping[str, Setting[Any]], handed: DeepSpeedDocumen
     """The settings without what Lightning's Trainer decides: accumulation, and clipping if it is left open."""
     trainers = {"batch.accumulation"} | (set() if "gradient_clipping" in handed.own else {"training.clip"})
     return {path: setting for path, setting in settings.items() if path not in trainers}
+
+
+def _clipped_twice(trainer: TrainerArguments, handed: DeepSpeedDocument, does: Setting[Any] | None) -> list[KeyVerdict]:
+    """The Trainer's clipping beside the configuration's own, by which DeepSpeed's engine clips."""
+    wanted = trainer.gradient_clip_val
+    if wanted is None or "gradient_clipping" not in handed.own:
+        return []
+    norm, key = (does.value if does is not None else None) or 0, f"{trainer.prefix}gradient_clip_val"
+    if wanted == norm:
+        return [KeyVerdict(key, wanted, "applied", "", "DeepSpeed's gradient_clipping decides")]
+    why = f"DeepSpeed clips at its own gradient_clipping, {norm:g}, and Lightning passes over this one: remove either"
+    return [KeyVerdict(key, wanted, "refused", "", why)]
 
 
 def _is_of(key: str, sections: set[str]) -> bool:

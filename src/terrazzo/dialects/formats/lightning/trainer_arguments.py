@@ -8,9 +8,11 @@ from typing import Any
 
 from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, NAMED
 
-__all__ = ["Strategy", "TrainerArguments", "place_of_arguments", "strategy_in", "trainer_arguments"]
+__all__ = ["HALF_ON_CPU", "Strategy", "TrainerArguments", "place_of_arguments", "strategy_in", "trainer_arguments"]
 
 _PACKAGES = ("lightning", "pytorch_lightning")
+HALF_ON_CPU = "16-mixed"
+"""The word in whose place Lightning takes bf16-mixed on a CPU, with a warning."""
 _CHECKED = (
     *("devices", "num_nodes", "accelerator", "accumulate_grad_batches", "max_steps"),
     *("gradient_clip_val", "gradient_clip_algorithm"),
@@ -91,6 +93,8 @@ def trainer_arguments(document: Mapping[str, Any], value: Callable[[str], Any]) 
     prefix, arguments = place_of_arguments(document)
     values = {name: value(f"{prefix}{name}") for name in _CHECKED}
     precision = value(f"{prefix}precision") or "32-true"
+    if (values["accelerator"], precision) == ("cpu", HALF_ON_CPU):
+        precision = "bf16-mixed"
     return TrainerArguments(prefix, strategy_in(arguments, prefix), precision, **values)
 
 

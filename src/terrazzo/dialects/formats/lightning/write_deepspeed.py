@@ -36,6 +36,8 @@ def write_deepspeed(draft: Draft, context: ReadingContext) -> Writing:
         section = config.get(name)
         if isinstance(section, dict) and section.get("enabled") is True:
             draft.write("trainer.precision", word)
+            if draft.value("precision.buffers", name) != name:
+                draft.lossy("precision.buffers", f"Lightning casts them to {name} with the module", "trainer.precision")
     draft.write(f"{_STRATEGY}.class_path", "lightning.pytorch.strategies.DeepSpeedStrategy")
     draft.write(_CONFIG, config)
     return joined(draft, inner, _CONFIG, own=("batch.", "training.clip"))
