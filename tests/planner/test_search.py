@@ -542,7 +542,7 @@ def test_sizing_keeps_to_a_range_and_says_so_when_nothing_in_it_runs() -> None:
 def test_a_huge_range_is_searched_in_few_calls(options: dict[str, Any]) -> None:
     found = []
     asked = request("llama3-405b", "1..1000000", **{"sequence": 1_000_000, **options})
-    assert calls_of(lambda: found.append(min_gpus(asked))) < 3_000_000
+    assert calls_of(lambda: found.append(min_gpus(asked))) < 3_200_000
     assert (found[0].gpus is None) is ("parallel" not in options)
 
 
