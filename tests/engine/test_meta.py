@@ -493,6 +493,13 @@ def test_a_module_that_the_models_init_weights_does_not_know_is_refused() -> Non
         tz.shard(model, None, "zero3")
 
 
+def test_a_model_with_all_its_values_has_none_of_them_put_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buffers would be copied, and each parameter have a stand-in, once for each unit."""
+    monkeypatch.setattr(initial_values, "_left_alone", lambda *_: pytest.fail("nothing is to be initialised"))
+    with fake_group(1):
+        tz.shard(MetaNet(), None, "zero3")
+
+
 # -- loading into a sharded meta model -------------------------------------------------------------------------
 
 

@@ -88,6 +88,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     consensus.equal_values                      tensors that all ranks have alike before a model is cut
     buckets.parameters.gradient_hooks           whose hooks are on a weight, and what replaces one
     buckets.parameters.note                     what the engine has noted on a weight
+    autograd.asides                             tensors that modules have put aside in a forward
     buckets.parameters.outside_forward          what a loss may not compute with by itself
 
 `python -m tools.lint` checks both.

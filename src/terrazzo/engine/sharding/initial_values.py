@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -128,14 +128,16 @@ class InitialValues:
         self._call(
             spec.name,
             spec.module,
-            (each for each in self._initializers if each.unit is spec.module or id(each.module._parameters) in holders),
+            [each for each in self._initializers if each.unit is spec.module or id(each.module._parameters) in holders],
             {(id(parameters), attribute) for parameters, attribute in fresh},
         )
 
     def _call(
-        self, name: str, module: nn.Module, initializers: Iterable[Initializer], fresh: Collection[tuple[int, str]] = ()
+        self, name: str, module: nn.Module, initializers: Sequence[Initializer], fresh: Collection[tuple[int, str]] = ()
     ) -> None:
         """Call these, all in the module of that name, for parameters in `fresh` places and buffers without values."""
+        if not initializers:  # as in a model with all its values, of which nothing has to be put away
+            return
         with _left_alone(name, module, fresh, self._loaded) as stand_ins:
             for call, each in itertools.product((Initializer.construct, Initializer.initialize), initializers):
                 before = [stand_in.version for stand_in in stand_ins]

@@ -131,7 +131,10 @@ def _without_resets(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for each, own in zip(below, before, strict=True):
-            vars(each).update(reset_parameters=own) if own is not None else vars(each).pop("reset_parameters")
+            if own is None:
+                del vars(each)["reset_parameters"]
+            else:
+                vars(each)["reset_parameters"] = own
 
 
 def _only_with_arguments(reset: Callable[..., object]) -> Callable[..., object]:

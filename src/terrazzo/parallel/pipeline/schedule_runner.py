@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine import engine_of
+from terrazzo.engine.autograd.asides import put_aside
 from terrazzo.engine.buckets.parameters.outside_forward import OutsideForward
 from terrazzo.errors import Misuse
 from terrazzo.parallel.pipeline.buffer_snapshot import buffers_kept
@@ -257,8 +258,9 @@ class ScheduleRunner:
             for path, module in self.model.get_submodule(name).named_modules(prefix=name)
         ]
         for path, module in inside:
-            for attribute, value in vars(module).items():
-                if isinstance(value, Tensor) and value.grad_fn is not None and value.dim() == 0:
+            for left in put_aside([module]):
+                if left.dim() == 0:
+                    attribute = next(name for name, value in vars(module).items() if value is left)
                     raise Misuse(
                         f"'{path}.{attribute}' is a number with a gradient, which the module has left there in its "
                         f"forward, in stage {stage + 1} of the pipeline. Ranks of other stages do not see it: the "
